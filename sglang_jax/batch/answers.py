@@ -16,7 +16,7 @@ from sglang_jax.batch.lines import BadLine, Line
 logger = logging.getLogger(__name__)
 
 TRANSIENT_CODES = frozenset({"engine_dead", "shutting_down", "unavailable"})
-"""Error codes that the line did not cause: the line is retried."""
+"""Error codes that the line did not cause: it is retried."""
 
 _ADDRESS = ("batch", 0)
 
@@ -97,8 +97,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AppReply:
-    """The application's response."""
-
     status: int
     body: bytes
 
@@ -109,7 +107,6 @@ class AppReply:
 
 
 async def post(app: ASGIApp, line: Line) -> AppReply:
-    """Sends a line to an application, without a socket."""
     exchange = _Exchange(line.body)
     try:
         await app(_scope(line.url), exchange.receive, exchange.send)
@@ -182,8 +179,8 @@ def _encode_line(number: int, custom_id: str | None, response: _Response | None,
 
 
 def _read_usage(body: bytes) -> tuple[str, Tokens]:
-    """Returns the id and the token counts of a response. The native route has no id for a whole response, so its first
-    completion's id is used; its prompt tokens count once per completion."""
+    """Returns the id and token counts of a response. The native route has no id for a whole response, so the first
+    completion's is used; its prompt tokens count once per completion."""
     if body.startswith(b'{"id"'):
         answer = _openai.decode(body)
         usage = answer.usage

@@ -94,7 +94,6 @@ def lines_of(path: Path, read_bytes: int = READ_BYTES) -> Iterator[tuple[int, by
 
 
 def truncate(path: Path, size: int) -> None:
-    """Truncates a file to `size` bytes, durably."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)

@@ -27,12 +27,10 @@ READ_BYTES = 4 * 2**20
 """Reading stops earlier once the lines have this many bytes."""
 
 SYNC_SECONDS = 5.0
-"""Seconds between two syncs: a crash of the machine may lose lines written since the last one."""
+"""Seconds between syncs: a crash of the machine may lose lines written since the last one."""
 
 
 class ServedEngine(EngineClient, Protocol):
-    """A serving engine."""
-
     @property
     def max_running_requests(self) -> int:
         """Maximum completions that it runs at once."""
@@ -51,8 +49,6 @@ class ServingReplica(Protocol):
 
 
 class Watcher(Protocol):
-    """Follows the progress of a run."""
-
     def finished(self, answer: Answer) -> None:
         """Notes that a line was written or spooled."""
         ...
@@ -62,9 +58,7 @@ MakeApp = Callable[[ServedEngine], ASGIApp]
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """A replica's engine, and its application."""
-
+class _ServingApp:
     engine: ServedEngine
     app: ASGIApp
 
@@ -72,13 +66,9 @@ class _Served:
 class Driver:
     """Answers every line that the sink does not have.
 
-    **Arguments:**
-
     - `records`: the input, without lines that are written already. It is iterated in threads, one at a time.
-    - `defaults`, `random_seed`: see `parse_line`.
-    - `read_lines`: maximum lines read and parsed together.
+    - `defaults`, `random_seed`: see `parse_line`; `read_lines`: maximum lines read and parsed together.
     - `max_ahead`: maximum lines read beyond the oldest unfinished line, if the sink keeps the order.
-    - `make_app`: creates the application of an engine.
     """
 
     def __init__(
@@ -103,16 +93,14 @@ class Driver:
         self._read_lines = read_lines
         self._max_ahead = max_ahead
         self._make_app = make_app
-        self._served_by: dict[int, _Served] = {}
+        self._apps: dict[int, _ServingApp] = {}
 
     async def run(self, replicas: Sequence[ServingReplica]) -> None:
-        """Runs until every line is finished and on disk.
-
-        **Raises:** `BatchError` if a file cannot be read or written; `EngineDeadError` once no replica is left.
-        """
+        """Runs until every line is finished and on disk. Raises `BatchError` if a file cannot be read or written;
+        `EngineDeadError` once no replica is left."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                syncing = tasks.create_task(self._sync_now_and_then())
+                syncing = tasks.create_task(self._sync_at_intervals())
                 reading = tasks.create_task(self._read_all())
                 serving = tasks.create_task(self._serve_all(replicas))
                 await asyncio.wait({reading, serving}, return_when=asyncio.FIRST_EXCEPTION)
@@ -121,7 +109,7 @@ class Driver:
             raise group.exceptions[0] from None
         await asyncio.to_thread(self._sink.sync)
 
-    async def _sync_now_and_then(self) -> None:
+    async def _sync_at_intervals(self) -> None:
         while True:
             await asyncio.sleep(SYNC_SECONDS)
             await asyncio.to_thread(self._sink.sync)
@@ -187,7 +175,7 @@ class Driver:
         """Answers lines one at a time. Returns the error if the replica has stopped."""
         while True:
             try:
-                served = await self._served(replica)
+                served = await self._serving_app(replica)
             except EngineDeadError as error:
                 return error
             job = await self._queue.next(replica.index)
@@ -198,15 +186,15 @@ class Driver:
             else:  # the engine was lost while no line was available
                 self._queue.give_back(replica.index, job)
 
-    async def _served(self, replica: ServingReplica) -> _Served:
-        """Waits until the replica serves. Returns its engine and application. Raises `EngineDeadError`."""
+    async def _serving_app(self, replica: ServingReplica) -> _ServingApp:
+        """Waits until the replica serves. Raises `EngineDeadError`."""
         engine = await replica.serving()
         while not engine.alive:  # the engine was lost, and the replica will notice it soon
             await asyncio.sleep(0)
             engine = await replica.serving()
-        known = self._served_by.get(replica.index)
+        known = self._apps.get(replica.index)
         if known is None or known.engine is not engine:
-            known = self._served_by[replica.index] = _Served(engine, self._make_app(engine))
+            known = self._apps[replica.index] = _ServingApp(engine, self._make_app(engine))
         return known
 
     async def _answer(self, replica: ServingReplica, app: ASGIApp, job: Job) -> None:

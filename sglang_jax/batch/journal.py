@@ -1,8 +1,6 @@
-"""Tracks finished lines. The output and error files themselves are the only record.
-
-A finished line is one line of one of the two files, and its id has the number of the input line. Each is written in one
-piece, so after a kill it is either complete, or torn at the very end of a file, which is truncated before the next run.
-"""
+"""Tracks finished lines. A finished line is one line of the output or the error file, and its id has the number of the
+input line. Each is written in one piece, so after a kill it is either complete, or torn at the very end of a file,
+which is truncated before the next run."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ _decoder = msgspec.json.Decoder(_Stored)
 
 
 def line_id(number: int) -> str:
-    """Returns the id of an output line."""
     return f"batch_req_{number + 1}"
 
 
@@ -50,10 +47,8 @@ def number_of(line: bytes) -> int | None:
 
 
 def recover(path: Path, read_number: Callable[[bytes], int | None]) -> Iterator[tuple[int, int, bytes]]:
-    """Yields number, offset and content of every line of a file, and truncates a torn last line.
-
-    **Raises:** `BatchError` for any other line that cannot be read, whose input line is unknown.
-    """
+    """Yields number, offset and content of every line of a file, and truncates a torn last line. Raises `BatchError`
+    for any other line that cannot be read, whose input line is unknown."""
     torn: tuple[int, int] | None = None
     for place, (offset, line) in enumerate(lines_of(path)):
         if torn is not None:
@@ -100,12 +95,8 @@ class Sink(Protocol):
 
 
 class Journal:
-    """The output and error files, and the set of lines in them. Lines are written as they finish.
-
-    **Arguments:** `written`: lines that are stored elsewhere.
-
-    **Raises:** `BatchError` for files that no run wrote, or that have a line twice.
-    """
+    """The output and error files, and the set of lines in them. Lines are written as they finish. `written`: lines that
+    are stored elsewhere. Raises `BatchError` for files that no run wrote, or that have a line twice."""
 
     def __init__(self, output: Path, errors: Path, written: LineSet | None = None) -> None:
         self._written = written or LineSet()
@@ -121,38 +112,32 @@ class Journal:
 
     @property
     def num_written(self) -> int:
-        """Number of written lines."""
         return len(self._written)
 
     @property
     def num_ahead(self) -> int:
-        """See `Sink`. Always 0, because lines need no order."""
+        """Always 0, because lines need no order."""
         return 0
 
     def is_written(self, number: int) -> bool:
-        """See `Sink`."""
         return number in self._written
 
     def is_finished(self, number: int) -> bool:
-        """See `Sink`."""
         return number in self._written
 
     def expect(self, number: int) -> None:
-        """See `Sink`. Does nothing."""
+        """Does nothing."""
 
     def add(self, number: int, kind: Kind, line: bytes) -> None:
-        """See `Sink`."""
         assert number not in self._written, f"line {number + 1} is finished twice"
         self._files[kind].add(line)
         self._written.add(number)
         self.num_errors += kind is Kind.ERROR
 
     def sync(self) -> None:
-        """See `Sink`."""
         for file in self._files.values():
             file.sync()
 
     def close(self) -> None:
-        """Closes the files."""
         for file in self._files.values():
             file.close()

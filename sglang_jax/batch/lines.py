@@ -36,12 +36,9 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A request.
-
-    - `number`: its position in the input, from 0; messages show `number + 1`, as editors count lines.
-    - `body`: JSON, as a client would send it to `url`.
-    - `key`: shares a prefix with another line's key if their prompts do.
-    """
+    """A request. `number`: its position in the input, from 0; messages show `number + 1`, as editors count lines.
+    `body`: JSON, as a client would send it to `url`. `key`: shares a prefix with another line's key if their prompts
+    do."""
 
     number: int
     custom_id: str
@@ -75,14 +72,9 @@ def parse_line(
     number: int, raw: bytes, defaults: Mapping[str, Raw], name: str | None = None, random_seed: int | None = None
 ) -> Line | BadLine:
     """Parses a line in OpenAI's batch format (`custom_id`, `method`, `url`, `body`), or a plain line with `prompt` or
-    `messages` and further fields of the route.
-
-    **Arguments:**
-
-    - `defaults`: fields for bodies that leave them out.
-    - `name`: used if `custom_id` is left out, by default `line-1` and so on.
-    - `random_seed`: if given, a line without a seed gets one derived from it and the line's number.
-    """
+    `messages` and further fields of the route. `defaults`: fields for bodies that leave them out; `name`: used if
+    `custom_id` is left out, by default `line-1` and so on; `random_seed`: if given, a line without a seed gets one
+    derived from it and the line's number."""
     custom_id: str | None = None
     try:
         fields = _object(raw, "the line")
@@ -121,7 +113,6 @@ def _describe(error: Exception, raw: bytes | Raw = b"") -> str:
 
 
 def _value(fields: Fields, name: str) -> object:
-    """Returns the value of a field; None if it is left out."""
     if name not in fields:
         return None
     try:
@@ -131,7 +122,7 @@ def _value(fields: Fields, name: str) -> object:
 
 
 def _custom_id(fields: Fields) -> str | None:
-    """Returns the `custom_id`. Accepts integers, which tables often have."""
+    """Accepts integers, which tables often have."""
     value = _value(fields, "custom_id")
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -175,7 +166,7 @@ def _asks_for_stream(body: Fields) -> bool:
 
 
 def _key(url: str, body: Fields) -> bytes:
-    """Returns a key for grouping: the prompt's JSON text. If two of these share a prefix, so do their tokens."""
+    """Returns a key for grouping: the prompt's JSON text. Prompts whose keys share a prefix share one, too."""
     names = (*_NAMESPACE_FIELDS, *PROMPT_FIELDS[url])
     return b"\0".join((url.encode(), *(bytes(body[name]) for name in names if name in body)))
 

@@ -42,15 +42,12 @@ class BatchConfig(BaseModel):
 
     @property
     def input_path(self) -> Path:
-        """The path of a local input."""
         return Path(self.input)
 
     @property
     def output_path(self) -> Path:
-        """The path of a local output."""
         return Path(self.output)
 
     @property
     def errors(self) -> Path:
-        """The file for failed lines."""
         return self.error_file or self.output_path.with_name(self.output_path.name + ".errors.jsonl")

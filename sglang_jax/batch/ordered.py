@@ -21,8 +21,6 @@ _SEGMENT = re.compile(r"spool-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The location of a finished line in the spool."""
-
     kind: Kind
     segment: int
     offset: int
@@ -74,7 +72,6 @@ class Spool:
         self._note(number, place)
 
     def read(self, number: int) -> tuple[Kind, bytes]:
-        """Returns a spooled line and its kind."""
         place = self._places[number]
         if place.segment not in self._readers:
             self._readers[place.segment] = os.open(self._path(place.segment), os.O_RDONLY | os.O_CLOEXEC)
@@ -89,7 +86,6 @@ class Spool:
             self._remove_if_done(place.segment)
 
     def sync(self) -> None:
-        """Waits until the newest segment is on disk."""
         self._writer.sync()
 
     def close(self) -> None:
@@ -128,24 +124,19 @@ class OrderedJournal:
 
     @property
     def num_ahead(self) -> int:
-        """See `Sink`."""
         return len(self._expected)
 
     def is_written(self, number: int) -> bool:
-        """See `Sink`."""
         return self._journal.is_written(number)
 
     def is_finished(self, number: int) -> bool:
-        """See `Sink`."""
         return self._journal.is_written(number) or number in self._spool
 
     def expect(self, number: int) -> None:
-        """See `Sink`."""
         self._expected.append(number)
         self._write_ready()
 
     def add(self, number: int, kind: Kind, line: bytes) -> None:
-        """See `Sink`."""
         if self._expected[0] != number:
             self._spool.add(number, kind, line)
             return
@@ -154,7 +145,6 @@ class OrderedJournal:
         self._write_ready()
 
     def sync(self) -> None:
-        """See `Sink`."""
         self._spool.sync()
         self._journal.sync()
 

@@ -51,16 +51,14 @@ class ParquetRows:
 
     @property
     def num_read(self) -> int:
-        """See `Source`."""
         return self._num_read
 
     @property
     def share_read(self) -> float:
-        """See `Source`."""
         return self._num_read / self._num_rows if self._num_rows else 1.0
 
     def records(self, skip: Skip) -> Iterator[Record]:
-        """See `Source`. Does not read row groups whose rows are all skipped."""
+        """Does not read row groups whose rows are all skipped."""
         for group in range(self._file.metadata.num_row_groups):
             first, count = self._num_read, self._file.metadata.row_group(group).num_rows
             if all(skip(number) for number in range(first, first + count)):
@@ -167,12 +165,9 @@ def written_numbers(path: Path) -> LineSet:
 
 
 def write_output(journal: Path, output: Path, draft: Path) -> None:
-    """Appends the journal's lines to the output's rows, then removes the journal.
-
-    The output is replaced at once, so it is always complete. If this is interrupted after that, call `drop_merged`.
-
-    **Raises:** `BatchError` if a file cannot be read or written.
-    """
+    """Appends the journal's lines to the output's rows, then removes the journal. The output is replaced at once, so it
+    is always complete. If this is interrupted after that, call `drop_merged`. Raises `BatchError` if a file cannot be
+    read or written."""
     try:
         with draft.open("wb") as file:
             with pq.ParquetWriter(file, SCHEMA) as writer:

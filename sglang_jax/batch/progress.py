@@ -22,13 +22,9 @@ BAR_SECONDS = 0.5
 
 @dataclass(slots=True)
 class Figures:
-    """Counters of a run.
-
-    - `before`: lines that earlier runs finished; `failed_before`: those of them in the error file.
-    - `num_read`: lines read so far, including those of earlier runs; `share_read`: the share of the input that was
-      read, from 0 to 1.
-    - `seconds`: time since the engine started to serve.
-    """
+    """Counters of a run. `before`: lines that earlier runs finished; `failed_before`: those of them in the error file;
+    `num_read`: lines read so far, including those of earlier runs; `share_read`: the share of the input that was read,
+    from 0 to 1; `seconds`: time since the engines started to serve."""
 
     before: int = 0
     failed_before: int = 0
@@ -48,7 +44,6 @@ class Figures:
 
     @property
     def lines_failed(self) -> int:
-        """Lines in the error file."""
         return self.failed_before + self.failed
 
     @property
@@ -68,7 +63,6 @@ class Figures:
         return self.output_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def summary(self) -> str:
-        """Returns one line about the whole run."""
         parts = [f"{count_lines(self.lines_done)} done"]
         if self.before:
             parts[0] += f" ({self.before} by earlier runs)"
@@ -85,15 +79,12 @@ class Figures:
 
 
 def count_lines(count: int) -> str:
-    """Formats a number of lines for a message."""
     return "1 line" if count == 1 else f"{count} lines"
 
 
 class RunProgress:
-    """Counts finished lines and shows the progress.
-
-    **Arguments:** `source`: reports how much of the input was read; `clock`: seconds.
-    """
+    """Counts finished lines and shows the progress. `source`: reports how much of the input was read; `clock`:
+    seconds."""
 
     def __init__(
         self,
@@ -111,7 +102,6 @@ class RunProgress:
         self._bar = _make_bar(figures.lines_done) if terminal else None
 
     def finished(self, answer: Answer) -> None:
-        """See `Watcher`."""
         figures = self.figures
         figures.finished += 1
         figures.failed += answer.kind is Kind.ERROR

@@ -73,12 +73,8 @@ class _Work:
 
 
 def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_replicas) -> int:
-    """Answers the remaining lines of the input. Returns the exit status.
-
-    **Arguments:** `launch`: starts the replicas; for tests and other cores.
-
-    **Raises:** `BatchError` if the run cannot start or continue, and what `launch` raises.
-    """
+    """Answers the remaining lines of the input. Returns the exit status. `launch`: starts the replicas; for tests and
+    other cores. Raises `BatchError` if the run cannot start or continue, and what `launch` raises."""
     logs.configure(batch.log_level.upper())
     config = server_config(batch, engine)
     if config.node_rank > 0:
@@ -184,7 +180,6 @@ def _check_files(batch: BatchConfig) -> None:
 
 
 def body_defaults(batch: BatchConfig) -> dict[str, Raw]:
-    """Parses the fields of `--defaults`. Raises `BatchError`."""
     if batch.defaults is None:
         return {}
     try:

@@ -40,7 +40,7 @@ class RunManifest(msgspec.Struct, frozen=True):
 
 
 def identify(path: Path) -> InputIdentity:
-    """Returns the identity of a file. Reads a bounded part of it, so that large files cost no more than small ones."""
+    """Reads a bounded part of the file, so that large files cost no more than small ones."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -52,10 +52,7 @@ def identify(path: Path) -> InputIdentity:
 
 
 class RunFolder:
-    """The folder `OUTPUT.run`, locked by one run at a time.
-
-    **Raises:** `BatchError` while another process has the lock.
-    """
+    """The folder `OUTPUT.run`, locked by one run at a time. Raises `BatchError` while another process has the lock."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -81,11 +78,8 @@ class RunFolder:
             raise cannot_write(self.path, error) from error
 
     def claim(self, written: list[Path], identity: InputIdentity, options: Mapping[str, OptionValue]) -> None:
-        """Writes the manifest of a new run, or checks that a resumed run has the same one.
-
-        **Raises:** `BatchError` if the input or an option has changed, or if a file in `written` has content and no run
-        recorded in this folder.
-        """
+        """Writes the manifest of a new run, or checks that a resumed run has the same one. Raises `BatchError` if the
+        input or an option has changed, or if a file in `written` has content and no run recorded in this folder."""
         manifest = RunManifest(VERSION, identity, dict(options))
         path = self.path / "manifest.json"
         if not path.exists():
@@ -114,7 +108,6 @@ class RunFolder:
             raise cannot_write(path, error) from error
 
     def close(self) -> None:
-        """Releases the lock."""
         os.close(self._lock)
 
     def __enter__(self) -> Self:

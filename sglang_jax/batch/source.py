@@ -38,8 +38,6 @@ class Record:
 
 
 class Source(Protocol):
-    """The input."""
-
     @property
     def num_read(self) -> int:
         """Lines or rows read so far, including skipped ones."""
@@ -51,10 +49,8 @@ class Source(Protocol):
         ...
 
     def records(self, skip: Skip) -> Iterator[Record]:
-        """Yields all records in order, except those to be skipped. For one thread at a time.
-
-        **Raises:** `BatchError` if the input cannot be read.
-        """
+        """Yields all records in order, except those to be skipped. For one thread at a time. Raises `BatchError` if the
+        input cannot be read."""
         ...
 
 
@@ -71,16 +67,13 @@ class JsonLines:
 
     @property
     def num_read(self) -> int:
-        """See `Source`."""
         return self._num_read
 
     @property
     def share_read(self) -> float:
-        """See `Source`."""
         return min(1.0, self._position / self._size) if self._size else 1.0
 
     def records(self, skip: Skip) -> Iterator[Record]:
-        """See `Source`."""
         for number, (length, raw) in enumerate(self._lines()):
             self._position += length
             if number == 0 and raw is not None:
@@ -121,7 +114,7 @@ class JsonLines:
 
 
 def open_source(path: Path) -> Source:
-    """Opens the input at `path`. Raises `BatchError` for a Parquet file if it cannot be read or pyarrow is missing."""
+    """Raises `BatchError` for a Parquet file if it cannot be read or pyarrow is missing."""
     if FileFormat.of(path) is FileFormat.JSONL:
         return JsonLines(path)
     require_pyarrow(path)
@@ -131,6 +124,5 @@ def open_source(path: Path) -> Source:
 
 
 def require_pyarrow(path: Path) -> None:
-    """Raises `BatchError` if pyarrow is not installed."""
     if importlib.util.find_spec("pyarrow") is None:
         raise BatchError(f"{path} is a Parquet file, which needs pyarrow: {how_to_install('parquet')}")

@@ -19,13 +19,9 @@ class Job:
 
 
 class WorkQueue:
-    """A queue from which all replicas take lines as soon as they have room.
-
-    When an engine is lost, any of its lines may be the cause, so all of them are retried. On its last retry, a line has
-    an engine to itself, so a line that kills engines makes no other line fail.
-
-    **Arguments:** `max_retries`: maximum retries of a line whose engine was lost.
-    """
+    """A queue from which all replicas take lines as soon as they have room. When an engine is lost, any of its lines
+    may be the cause, so all of them are retried, at most `max_retries` times. On its last retry, a line has an engine
+    to itself, so a line that kills engines makes no other line fail."""
 
     def __init__(self, window: Lookahead[Line], max_retries: int) -> None:
         self.num_retries = 0
@@ -36,7 +32,7 @@ class WorkQueue:
         self._isolated_replica: int | None = None
         self._in_flight: Counter[int] = Counter()
         self._reading = True
-        self._news: asyncio.Future[None] | None = None
+        self._line_ready: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
 
     @property
@@ -47,18 +43,15 @@ class WorkQueue:
 
     @property
     def full(self) -> bool:
-        """Whether no more lines should be read yet."""
         return self._window.full
 
     def push(self, line: Line) -> None:
         self._window.push(line, key=line.key, number=line.number, size=line.size)
 
     def wake(self) -> None:
-        """Wakes waiting replicas after lines were added."""
         self._wake_replicas()
 
     def end_of_input(self) -> None:
-        """Notes that the input has ended."""
         self._reading = False
         self._wake_replicas()
 
@@ -71,13 +64,12 @@ class WorkQueue:
     async def next(self, replica: int) -> Job | None:
         """Waits for a line, which the replica owns until `finish` or `lose`; None once all lines are finished."""
         while (job := self._take(replica)) is None and not self.finished:
-            if self._news is None or self._news.done():
-                self._news = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._news)
+            if self._line_ready is None or self._line_ready.done():
+                self._line_ready = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._line_ready)
         return job
 
     def finish(self, replica: int) -> None:
-        """Notes that the replica has finished a line."""
         self._in_flight[replica] -= 1
         self._wake_readers()
         if self._isolated_replica == replica or not self._in_flight.total():
@@ -102,7 +94,6 @@ class WorkQueue:
         return True
 
     def leave(self, replica: int) -> None:
-        """Notes that the replica takes no more lines."""
         self._window.forget(replica)
         if self._isolated_replica == replica:
             self._isolated_replica = None
@@ -131,8 +122,8 @@ class WorkQueue:
         return None if line is None else Job(line)
 
     def _wake_replicas(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._line_ready is not None and not self._line_ready.done():
+            self._line_ready.set_result(None)
 
     def _wake_readers(self) -> None:
         if self._room is not None and not self._room.done():

@@ -106,7 +106,7 @@ def convert(config: ConvertConfig, model: str | None) -> int:
         generation_config = checkpoint.source.path / GENERATION_CONFIG_FILE
         if generation_config.is_file():
             shutil.copy(generation_config, beside)
-        elif recommended := checkpoint.generation_defaults.given():
+        elif recommended := checkpoint.generation_defaults.recommended():
             (beside / GENERATION_CONFIG_FILE).write_text(json.dumps(recommended, indent=2), encoding="utf-8")
         save_orbax(
             config.output,

@@ -1,8 +1,4 @@
-"""Every option of the engine and the server: typed, documented, validated once.
-
-`choices.py` has the values that an option may have, `engine.py` and `server.py` the options, `environment.py` what is
-read from the environment, `keys.py` keys and secrets.
-"""
+"""Every option of the engine and the server: typed, documented, validated once."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ class LoadFormat(Choice):
 
 
 class ModelImpl(Choice):
-    """Whether a model runs by this project's code, or by that of transformers, which the Torch backend traces and
-    rewrites."""
+    """This project's code, or that of transformers, which the Torch backend traces and rewrites."""
 
     NATIVE = "native"
     TRANSFORMERS = "transformers"
@@ -121,8 +120,8 @@ class LoadBalanceMethod(Choice):
 
 
 class AttentionBackend(Choice):
-    """`XLA` and `PALLAS` (TPU) are the JAX backend's; `NATIVE` (torch operations), `NUMBA` (CPU), `TRITON` (GPU) and
-    `SAGE` (keys and queries in int8, by Triton on a GPU and by torch operations on a CPU) the torch backend's, and
+    """`XLA` and `PALLAS` (TPU) are the JAX backend's; the torch backend's are `NATIVE` (torch operations), `NUMBA`
+    (CPU), `TRITON` (GPU), `SAGE` (keys and queries in int8, by Triton on a GPU and by torch operations on a CPU), and
     `FLASHINFER`, a library for GPUs."""
 
     AUTO = "auto"
@@ -171,15 +170,11 @@ class Warmup(Choice):
 
 
 class GrammarLibrary(Choice):
-    """The library that constrains outputs to the grammars of requests."""
-
     LLGUIDANCE = "llguidance"
     NONE = "none"
 
 
 class ToolCallParser(Choice):
-    """The syntax in which a model writes tool calls."""
-
     AUTO = "auto"
     HERMES = "hermes"
     QWEN3_CODER = "qwen3_coder"
@@ -191,8 +186,6 @@ class ToolCallParser(Choice):
 
 
 class ReasoningParser(Choice):
-    """The syntax in which a model writes its reasoning."""
-
     NONE = "none"
     AUTO = "auto"
     DEEPSEEK_R1 = "deepseek_r1"

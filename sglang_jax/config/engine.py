@@ -37,7 +37,6 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 def _as_text(path: object) -> object:
-    """Accepts a path object from Python callers."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
@@ -338,7 +337,6 @@ class EngineConfig(BaseModel):
 
     @property
     def passes(self) -> frozenset[CompilePass]:
-        """The passes of `compile_passes`, and those that always run."""
         return chosen_passes(self.compile_passes)
 
     @property
@@ -349,10 +347,8 @@ class EngineConfig(BaseModel):
         return 1 + self.speculative_num_draft_tokens
 
     def group_secret(self) -> bytes:
-        """The secret that nodes authenticate with; empty if there is none.
-
-        **Raises:** `ConfigError` if the file cannot be read, or if the secret is too short.
-        """
+        """The secret that nodes authenticate with; empty if there is none. Raises `ConfigError` if the file cannot be
+        read, or if the secret is too short."""
         if self.group_secret_file is not None:
             where, secret = f"group_secret_file {self.group_secret_file}", read_secret_file(self.group_secret_file)
         else:

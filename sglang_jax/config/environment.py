@@ -24,10 +24,8 @@ class Environment(BaseSettings):
 
 class TpuEnvironment(BaseSettings):
     """Variables by which a TPU VM, or GKE in a container on one, describes its slice; only `tpu.launch` reads them.
-
-    - `TPU_ACCELERATOR_TYPE`: `v6e-8`; `TPU_TOPOLOGY`: `2x4`.
-    - `TPU_WORKER_ID`: index of this node in the slice; `TPU_WORKER_HOSTNAMES`: all nodes, separated by commas.
-    """
+    `TPU_ACCELERATOR_TYPE`: `v6e-8`; `TPU_TOPOLOGY`: `2x4`; `TPU_WORKER_ID`: index of this node in the slice;
+    `TPU_WORKER_HOSTNAMES`: all nodes, separated by commas."""
 
     model_config = SettingsConfigDict(env_prefix="TPU_")
 
@@ -39,9 +37,7 @@ class TpuEnvironment(BaseSettings):
 
 class VisibleDevices(BaseSettings):
     """The accelerators that this process may use, as their drivers name them; replicas share them.
-
-    - `CUDA_VISIBLE_DEVICES`: indices or UUIDs of GPUs, separated by commas; `TPU_VISIBLE_CHIPS`: indices of chips.
-    """
+    `CUDA_VISIBLE_DEVICES`: indices or UUIDs of GPUs, separated by commas; `TPU_VISIBLE_CHIPS`: indices of chips."""
 
     cuda_visible_devices: str | None = None
     tpu_visible_chips: str | None = None

@@ -29,8 +29,8 @@ def check_key(what: str, key: str) -> None:
 
 
 def one_key(name: str, given: str | None, file: Path | None, from_environment: str | None) -> str | None:
-    """The key from an option, a file or the environment; None if none of them has one. Raises `ConfigError` if both an
-    option and a file are given, for a file that cannot be read, and for a key that `check_key` refuses."""
+    """The key from an option, a file or the environment, or None. Raises `ConfigError` if both an option and a file are
+    given, for a file that cannot be read, and for a key that `check_key` refuses."""
     if given is not None and file is not None:
         raise ConfigError(f"{name} and {name}_file are both given: remove one")
     if given is not None:

@@ -112,11 +112,11 @@ class ServerConfig(EngineConfig):
     log_format: LogFormat = Field(LogFormat.TEXT, description="format of log lines; json: one object per line")
 
     def client_key(self) -> str | None:
-        """The key that clients send; None if there is none. Raises `ConfigError` like `one_key`."""
+        """The key that clients send, or None. Raises `ConfigError` like `one_key`."""
         return one_key("api_key", self.api_key, self.api_key_file, Environment().api_key)
 
     def admin_key(self) -> str | None:
-        """The key that operators send; None if there is none. Raises `ConfigError` like `one_key`."""
+        """The key that operators send, or None. Raises `ConfigError` like `one_key`."""
         return one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
 
     @field_validator("allowed_origins")

@@ -10,12 +10,12 @@ from pydantic import BaseModel
 from sglang_jax.config.choices import Choice
 from sglang_jax.spellings import NEEDLESS, REFUSED, refused_value
 
-LEAST_ALIKE = 0.72
+LEAST_SIMILARITY = 0.72
 """Minimum similarity of a suggested name, by `difflib`: one or two letters differ, or a word is missing."""
 
 _MISSPELT = 0.85
-"""Minimum similarity of a suggested name of another engine. It is higher, since the hint explains that name, and helps
-only if it was meant."""
+"""Minimum similarity of another engine's name: higher, since the hint explains that name, and helps only if it was
+meant."""
 
 _AS_NEAR = 0.05
 """Names are suggested together if their similarities differ by at most this."""
@@ -26,21 +26,17 @@ _NEGATIONS = ("no_", "disable_")
 def did_you_mean(
     wanted: str, known: Iterable[str], *, others: Iterable[str] = (), show: Callable[[str], str] = str
 ) -> str:
-    """The hint that follows "there is no option `wanted`"; empty if no name is similar.
-
-    If a name of another engine is the most similar, the hint says what replaces it here. A name that means the opposite
-    is never suggested.
-
-    - `wanted`, `known`: names with underscores. `others`: keys of `NEEDLESS` and `REFUSED` that may be meant.
-    - `show`: formats a name in the hint.
-    """
+    """The hint that follows "there is no option `wanted`"; empty if no name is similar. If a name of another engine is
+    the most similar, the hint says what replaces it here. A name that means the opposite is never suggested. `wanted`,
+    `known`: names with underscores; `others`: keys of `NEEDLESS` and `REFUSED` that may be meant; `show`: formats a
+    name in the hint."""
     ours = set(known)
     ratios = {
         name: SequenceMatcher(None, wanted, name).ratio()
         for name in {*ours, *others}
         if _is_negated(name) == _is_negated(wanted)
     }
-    near = [name for name, ratio in ratios.items() if ratio >= (LEAST_ALIKE if name in ours else _MISSPELT)]
+    near = [name for name, ratio in ratios.items() if ratio >= (LEAST_SIMILARITY if name in ours else _MISSPELT)]
     near.sort(key=lambda name: (-ratios[name], name not in ours, name))
     if not near:
         return ""

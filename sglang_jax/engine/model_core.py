@@ -127,7 +127,7 @@ def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> Generat
     """Returns the checkpoint's sampling defaults, empty if they are not to be applied. Raises `CheckpointError` for a
     value that is invalid in a request."""
     defaults = checkpoint.generation_defaults
-    if config.sampling_defaults is SamplingDefaults.OPENAI or not defaults.given():
+    if config.sampling_defaults is SamplingDefaults.OPENAI or not defaults.recommended():
         return GenerationDefaults()
     try:
         with_defaults({}, defaults)
@@ -136,7 +136,7 @@ def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> Generat
             f"sampling defaults of {config.model_path}: {error.message}; "
             "--sampling-defaults openai leaves its sampling values out"
         ) from error
-    listed = ", ".join(f"{name} {value:g}" for name, value in defaults.given().items())
+    listed = ", ".join(f"{name} {value:g}" for name, value in defaults.recommended().items())
     logger.info("Sampling defaults of the model: %s (--sampling-defaults openai turns them off)", listed)
     return defaults
 

@@ -31,10 +31,10 @@ _MAX_LOOKS = 64
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """A grammar that is being compiled, or was. `waiting`: number of requests that wait for it. `started`: when a
-    thread started it; `taken`: whether a thread has it. `error` decides if it is set; `failed`: the error does not
-    depend on the grammar, so the next request retries. `queued_in`: the flow in whose queue it is, by tenant.
-    `no_room_since`: when it was first refused for lack of room."""
+    """A grammar that is being compiled, or was. `waiting`: number of requests that wait for it; `started`: when a
+    thread started it; `taken`: a thread has it. `error` decides if it is set; `failed`: the error does not depend on
+    the grammar, so the next request retries. `queued_in`: the flow in whose queue it is, by tenant. `no_room_since`:
+    when it was first refused for lack of room."""
 
     source: Grammar
     waiting: int = 0
@@ -52,12 +52,9 @@ class Compilation:
 
 
 class CompileQueue:
-    """Grammars that wait for a thread, by tenant and client request. The next one is of the tenant with the least
-    compile time, and of the tenant's request with the least; a request's own are in order of arrival. So a tenant's
-    many slow grammars do not delay those of others. Grammars that are not admitted are skipped.
-
-    **Arguments:** `admit`: whether a thread may compile a grammar for this tenant.
-    """
+    """Grammars that wait for a thread. The next one is of the tenant with the least compile time, and of the tenant's
+    request with the least; a request's own are in order of arrival. So a tenant's many slow grammars do not delay those
+    of others. Grammars that `admit` refuses for the tenant are skipped."""
 
     def __init__(self, admit: Callable[[Compilation, str], bool] = lambda compilation, tenant: True) -> None:
         self._admit = admit
@@ -109,7 +106,7 @@ class CompileQueue:
             return None
 
     def _next(self) -> FlowKey | None:
-        """The flow of the next admitted grammar; None if none is admitted."""
+        """The flow of the next admitted grammar, or None."""
         for tenant in sorted(self._waiting, key=self._seconds.__getitem__):
             flows = self._waiting[tenant]
             for flow in nsmallest(_MAX_LOOKS, flows, key=self._seconds_of(tenant)):
@@ -121,7 +118,6 @@ class CompileQueue:
         return lambda flow: self._seconds_by_flow[tenant, flow]
 
     def done(self, flow_key: FlowKey, seconds: float) -> None:
-        """Notes that a grammar from `get` took this many seconds."""
         with self._changed:
             self._running.remove(flow_key)
             self._seconds[flow_key[0]] += seconds
@@ -137,7 +133,6 @@ class CompileQueue:
             return True
 
     def close(self) -> None:
-        """Closes the queue: nothing will be added."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -188,7 +183,6 @@ class GrammarRoom:
             return True
 
     def has_admitted(self, compilation: Compilation) -> bool:
-        """Whether room is reserved for a grammar that is being compiled."""
         with self._lock:
             return compilation in self._admitted
 

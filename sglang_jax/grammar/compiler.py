@@ -41,8 +41,6 @@ _THREAD_STACK_BYTES = 8 * STACK_BYTES
 
 
 class Trier(Protocol):
-    """The interface of `Sandbox`, which tries a grammar first."""
-
     def prepare(self) -> None: ...
 
     def try_out(self, grammar: Grammar) -> str: ...
@@ -51,10 +49,8 @@ class Trier(Protocol):
 
 
 class GrammarCompiler:
-    """See the module. For one thread, apart from its own.
-
-    **Arguments:** `seconds`: see `COMPILE_SECONDS`; `clock`: returns seconds; `trier`: creates a thread's sandbox.
-    """
+    """For one thread, apart from its own. `seconds`: see `COMPILE_SECONDS`; `clock`: returns seconds; `trier`: creates
+    a thread's sandbox."""
 
     def __init__(
         self,
@@ -72,13 +68,13 @@ class GrammarCompiler:
         self._known: OrderedDict[tuple[GrammarKind, str], Compilation] = OrderedDict()
         self._room = GrammarRoom()
         self._queue = CompileQueue(self._admit)
-        self._news = threading.Event()
+        self._finished = threading.Event()
         self._threads = threads
         self._started = False
 
     def start(self, grammar: Grammar, flow_key: FlowKey = ("", "")) -> Compilation:
         """Returns the compilation of a grammar, which may have ended, or be in progress for another request. A caller
-        that stops waiting before it is settled calls `leave`. `flow_key`: tenant and client request."""
+        that stops waiting before it is settled calls `leave`."""
         found = self._known.get(grammar.content)
         if found is not None and not found.failed and not (found.grammar is not None and found.grammar.exhausted):
             self._known.move_to_end(grammar.content)
@@ -111,8 +107,8 @@ class GrammarCompiler:
 
     def wait(self, seconds: float) -> None:
         """Waits until a grammar has been compiled since the last call, at most `seconds`."""
-        if self._news.wait(seconds):
-            self._news.clear()
+        if self._finished.wait(seconds):
+            self._finished.clear()
 
     def close(self) -> None:
         """Ends the threads after their current work."""
@@ -145,7 +141,7 @@ class GrammarCompiler:
                 )
             self._room.settle(compilation)
             self._queue.done(flow_key, self._clock() - begin)
-            self._news.set()
+            self._finished.set()
         trier.close()
 
     def _compile(self, trier: Trier, compilation: Compilation) -> None:
@@ -178,7 +174,6 @@ class GrammarCompiler:
             )
 
     def _evict(self) -> None:
-        """Removes the least recently used entries from the cache, except those still being compiled."""
         built = characters = 0
         for known, (content, compilation) in enumerate(reversed(list(self._known.items())), 1):
             characters += len(compilation.source.text)

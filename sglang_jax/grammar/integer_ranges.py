@@ -43,7 +43,6 @@ def range_of(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def round_to_float(number: float, *, up: bool) -> float:
-    """Rounds a number up or down to one that floating-point numbers represent."""
     try:
         nearest = float(number)
     except OverflowError:
@@ -67,7 +66,6 @@ def range_regex(least: int | None, most: int | None) -> str:
 
 
 def _naturals(least: int, most: int | None) -> str:
-    """The same for integers from `least`, which is at least 0."""
     digits = len(str(least))
     if most is None:
         return f"{_same_length(str(least), '9' * digits)}|[1-9][0-9]{{{digits},}}"

@@ -23,8 +23,8 @@ class MatchState(Enum):
 
 
 class Matcher(Protocol):
-    """Matches one output to its grammar. It knows the output's tokens that it was given. It belongs to the request, not
-    to its row: a request that loses its row keeps it. For one thread."""
+    """Matches one output to its grammar, by the tokens that it was given. It belongs to the request, not to its row: a
+    request that loses its row keeps it. For one thread."""
 
     @property
     def failure(self) -> str:
@@ -40,9 +40,7 @@ class CompiledGrammar(Protocol):
         """Whether its outputs have used up what they share, so that the next request must compile it again."""
         ...
 
-    def matcher(self) -> Matcher:
-        """Returns a matcher of an empty output."""
-        ...
+    def matcher(self) -> Matcher: ...
 
 
 class GrammarBackend(Protocol):
@@ -64,7 +62,5 @@ class GrammarBackend(Protocol):
 
     def fill(self, matchers: Sequence[Matcher], words: Int32) -> list[MatchState]:
         """Writes masks of the allowed next tokens: `words` `[matchers, mask_words]`, C-contiguous (see `TokenMasks`).
-
-        The mask of a complete or failed matcher is undefined. End-of-sequence tokens are allowed at possible ends.
-        """
+        The mask of a complete or failed matcher is undefined. End-of-sequence tokens are allowed at possible ends."""
         ...

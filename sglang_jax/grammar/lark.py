@@ -35,10 +35,7 @@ _OPTIONS = re.compile(r"\s*%llguidance\s*(\{[^\n]*\})\s*(?:\n|$)")
 
 def to_lark(grammar: Grammar, specials: Mapping[str, int]) -> str:
     """Converts a grammar to llguidance's Lark; one line of options precedes it. `specials`: tokens that are not text,
-    which structural tags may name.
-
-    **Raises:** `GrammarError` for a grammar that cannot be converted.
-    """
+    which structural tags may name. Raises `GrammarError` for a grammar that cannot be converted."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return f"{NO_FORCING}\n{json_lark(json.loads(grammar.text))}"
@@ -58,13 +55,11 @@ def to_lark(grammar: Grammar, specials: Mapping[str, int]) -> str:
 def tag_writer(
     grammar: Grammar, specials: Mapping[str, int], schema_rule: Callable[[Any], str] | None = None
 ) -> TagWriter:
-    """Creates the writer of a grammar of structural tags. `schema_rule`: writes its schemas."""
     write_schema = schema_rule or json_rule
     return TagWriter(grammar.field, specials, write_schema, regex_rule, lambda text: _ebnf(text, grammar.field))
 
 
 def json_lark(schema: Any) -> str:
-    """Converts a schema to the rules of a grammar."""
     writer = JsonWriter(json_rule, WHITESPACE)
     return _with_rules(f"start: {writer.rule(schema)}\n", writer)
 
@@ -79,7 +74,6 @@ def _with_rules(lark: str, writer: JsonWriter) -> str:
 
 
 def json_rule(schema: Any) -> str:
-    """Converts a schema to a part of a Lark rule."""
     if not isinstance(schema, dict):
         return "%json " + ("{}" if schema else '{"not":{}}')
     own = schema.get("x-guidance")
@@ -150,10 +144,7 @@ def _copied_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def regex_rule(pattern: str, field: str) -> str:
     """Converts a regular expression for use between slashes. Anchors at its ends are removed: it always matches the
-    whole text.
-
-    **Raises:** `GrammarError` for a backslash at the end, which the library drops silently.
-    """
+    whole text. Raises `GrammarError` for a backslash at the end, which the library drops silently."""
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1:
         raise GrammarError(f"{field}: the pattern ends in a backslash without a character to escape", param=field)
     pattern = pattern.removeprefix("^")

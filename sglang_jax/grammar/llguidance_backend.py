@@ -70,11 +70,8 @@ class LlguidanceMatcher:
 
 class LlguidanceGrammar:
     """See `CompiledGrammar`. Matchers share the lexer states that they have met. At a limit of states, the library
-    fails all matchers, whichever caused it; then each is detached.
-
-    **Arguments:** `build`: creates a matcher of an empty output that shares nothing; `can_detach`: whether `build` is
-    fast; `detached`: detached matchers of all grammars.
-    """
+    fails all matchers, whichever caused it; then each is detached. `build`: creates a matcher of an empty output that
+    shares nothing; `can_detach`: whether `build` is fast; `detached`: detached matchers of all grammars."""
 
     def __init__(
         self,
@@ -95,13 +92,9 @@ class LlguidanceGrammar:
 
 
 class LlguidanceBackend:
-    """See `GrammarBackend`.
-
-    Made in some 0.2 s for 50,000 tokens, in which no other thread of Python runs: before anything is served.
-
-    **Arguments:** `table`: what tokens spell; `vocab_size`: tokens of the model, which may have more than have a text;
-    `eos_ids`: those that end an output, one at least.
-    """
+    """See `GrammarBackend`. Created before anything is served: it takes 0.2 s for 50,000 tokens, and no other Python
+    thread runs meanwhile. `table`: the bytes of tokens; `vocab_size`: tokens of the model, some of which may have no
+    text; `eos_ids`: the tokens that end an output, at least one."""
 
     def __init__(self, table: TokenTable, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer = LLTokenizer(
@@ -114,7 +107,7 @@ class LlguidanceBackend:
         self._detached: WeakSet[LlguidanceMatcher] = WeakSet()
 
     def build(self, grammar: Grammar, lark: str) -> CompiledGrammar:
-        """See `GrammarBackend`. Releases Python's lock."""
+        """Releases Python's lock."""
         text = LLMatcher.grammar_from_lark(lark)
 
         def build() -> LLMatcher:
@@ -128,7 +121,7 @@ class LlguidanceBackend:
         return LlguidanceGrammar(prototype, build, self._detached, can_detach=len(lark) <= MAX_REBUILT_CHARACTERS)
 
     def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[MatchState]:
-        own = _own(matchers)
+        own = _llguidance_matchers(matchers)
         for matcher, token in zip(own, tokens, strict=True):
             if matcher.tokens is not None:
                 matcher.tokens.append(token)
@@ -139,10 +132,10 @@ class LlguidanceBackend:
         for matcher in own:
             if matcher.inner.is_error():
                 matcher.detach()
-        return [_progress(matcher.inner) for matcher in own]
+        return [_state_of(matcher.inner) for matcher in own]
 
     def fill(self, matchers: Sequence[Matcher], words: Int32) -> list[MatchState]:
-        own = _own(matchers)
+        own = _llguidance_matchers(matchers)
         row_bytes = words.shape[1] * words.itemsize
         if len(own) == 1:
             own[0].inner.unsafe_compute_mask_ptr(words.ctypes.data, row_bytes)
@@ -152,10 +145,10 @@ class LlguidanceBackend:
         for line, matcher in enumerate(own):
             if matcher.inner.is_error() and matcher.detach():
                 matcher.inner.unsafe_compute_mask_ptr(words[line].ctypes.data, row_bytes)
-        return [_progress(matcher.inner) for matcher in own]
+        return [_state_of(matcher.inner) for matcher in own]
 
 
-def _own(matchers: Sequence[Matcher]) -> list[LlguidanceMatcher]:
+def _llguidance_matchers(matchers: Sequence[Matcher]) -> list[LlguidanceMatcher]:
     own = []
     for matcher in matchers:
         assert isinstance(matcher, LlguidanceMatcher)
@@ -163,7 +156,7 @@ def _own(matchers: Sequence[Matcher]) -> list[LlguidanceMatcher]:
     return own
 
 
-def _progress(matcher: LLMatcher) -> MatchState:
+def _state_of(matcher: LLMatcher) -> MatchState:
     if not matcher.is_stopped():
         return MatchState.CONTINUES
     return MatchState.FAILED if matcher.is_error() else MatchState.COMPLETE

@@ -34,14 +34,12 @@ _LEAD = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 
 
 class Trial:
-    """Tries grammars. **Arguments:** `specials`: see `to_lark`."""
-
     def __init__(self, specials: Mapping[str, int]) -> None:
         self._specials = specials
         self._bytes = LLTokenizer("byte")
         self._executor = LLExecutor(1)
 
-    def lark(self, grammar: Grammar) -> str:
+    def try_out(self, grammar: Grammar) -> str:
         """Converts a grammar to Lark, compiles it, and computes its first mask. Raises `GrammarError`."""
         lark = to_lark(grammar, self._specials)
         if _LONG_NUMBER.search(grammar.text):

@@ -1,9 +1,6 @@
-"""Tries untrusted grammars in a separate process before the engine compiles them.
-
-A grammar may take minutes, gigabytes, or more stack than there is, which ends a process. Here, that process does
-nothing else. It returns the tried grammar in llguidance's dialect, so that the engine's threads need almost no Python
-time for it.
-"""
+"""Tries untrusted grammars in a separate process before the engine compiles them: a grammar may take minutes,
+gigabytes, or more stack than there is, which ends a process. It returns the grammar in llguidance's dialect, so that
+the engine's threads need almost no Python time for it."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ _READY = b"ready"
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The result of a trial: the grammar in Lark, or its error."""
+    """The grammar in Lark, or its error."""
 
     lark: str = ""
     error: str = ""
@@ -49,12 +46,9 @@ class TrialResult:
 
 
 class Sandbox:
-    """A process that tries grammars one at a time. It is started with the first grammar, and again after one that ended
-    it. For one thread.
-
-    **Arguments:** `specials`: tokens that are not text, which grammars may name; `seconds`: maximum processor seconds
-    of a grammar. The kernel ends a process that takes more, so results do not depend on the machine's load.
-    """
+    """A process that tries grammars one at a time, started with the first grammar, and again after one that ended it.
+    For one thread. `specials`: tokens that are not text, which grammars may name; `seconds`: maximum processor seconds
+    of a grammar. The kernel ends a process that takes more, so results do not depend on the machine's load."""
 
     def __init__(self, specials: Mapping[str, int], seconds: float) -> None:
         self._specials = dict(specials)
@@ -119,7 +113,6 @@ class Sandbox:
         return status
 
     def close(self) -> None:
-        """Ends the process."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -150,7 +143,7 @@ def main(connection: Connection) -> None:
             grammar = msgspec.msgpack.decode(connection.recv_bytes(), type=Grammar)
             signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
-                result = TrialResult(lark=trial.lark(grammar))
+                result = TrialResult(lark=trial.try_out(grammar))
             except GrammarError as error:
                 result = TrialResult(error=error.message, param=error.param)
             finally:

@@ -20,7 +20,7 @@ MAX_SECONDS = 1.0
 
 def find_reference_fault(schema: Any) -> tuple[str, str] | None:
     """Returns the JSON pointer of the first schema with a `$ref` that leads nowhere, or only back to itself, and that
-    fault; None if there is none. References to other documents are ignored."""
+    fault, or None. References to other documents are ignored."""
     until = time.monotonic() + MAX_SECONDS
     pending: list[tuple[str, Any]] = [("", schema)]
     seen: dict[str, bool] = {}
@@ -37,8 +37,8 @@ def find_reference_fault(schema: Any) -> tuple[str, str] | None:
 
 
 def find_constant_fault(schema: Any) -> tuple[str, str] | None:
-    """Returns the JSON pointer of the first integer in a `const` or `enum` that the library changes, and the fault;
-    None if there is none. The library reads these as floating-point numbers, and overflows its stack at -2**63."""
+    """Returns the JSON pointer of the first integer in a `const` or `enum` that the library changes, and the fault, or
+    None. The library reads these as floating-point numbers, and overflows its stack at -2**63."""
     pending: list[tuple[str, Any]] = [("", schema)]
     while pending:
         place, inner = pending.pop()
@@ -119,10 +119,8 @@ def _is_circular(schema: Any, begin: Any, pointer: str, seen: dict[str, bool]) -
 
 def find_fault(schema: Any, fault_of: Callable[[Any], str]) -> tuple[str, str]:
     """Returns the JSON pointer of the innermost schema that has a fault by itself, with the document's definitions
-    added, and that fault. Tries at most `MAX_LOOKS` schemas, for at most `MAX_SECONDS`.
-
-    **Arguments:** `fault_of`: returns a schema's fault, empty if there is none. `schema` has a fault.
-    """
+    added, and that fault. `fault_of` returns a schema's fault, or an empty text; `schema` has one. Tries at most
+    `MAX_LOOKS` schemas, for at most `MAX_SECONDS`."""
     shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
     place, fault = "", fault_of(schema)
     looks, until = MAX_LOOKS, time.monotonic() + MAX_SECONDS

@@ -1,7 +1,5 @@
-"""Structural tags: free text in which certain openings start parts that follow a schema, as in tool calls.
-
-Supports two forms: SGLang's and vLLM's older one (`structures`, `triggers`), and XGrammar's newer one (`format`).
-"""
+"""Structural tags: free text in which certain openings start parts that follow a schema, as in tool calls. Supports
+SGLang's and vLLM's older form (`structures`, `triggers`), and XGrammar's newer one (`format`)."""
 
 from __future__ import annotations
 
@@ -18,10 +16,8 @@ _MAX_DEPTH = 16
 
 class TagWriter:
     """Writes Lark rules for structural tags. `schemas`: the schemas so far, each with the client's name for it.
-
-    **Arguments:** `field`: the client's name for the tags; `specials`: tokens that are not text; `json_rule`,
-    `regex_rule`, `lark`: convert schemas, regular expressions and grammars.
-    """
+    `field`: the client's name for the tags; `specials`: tokens that are not text; `json_rule`, `regex_rule`, `lark`:
+    convert schemas, regular expressions and grammars."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Writes Lark rules for JSON schemas with integer bounds beyond 2^53. Objects, arrays and alternatives that contain
-such an integer are written here; the library handles all others."""
+"""Writes Lark rules for JSON schemas with integer bounds beyond 2^53, and the objects, arrays and alternatives around
+them; the library handles all others."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ class NotWritableError(Exception):
 
 
 class JsonWriter:
-    """Writes the schemas of one grammar.
-
-    **Arguments:** `library`: writes a schema for the library; `blank`: white space between the parts of JSON.
-    """
+    """Writes the schemas of one grammar. `library`: writes a schema for the library; `blank`: white space between the
+    parts of JSON."""
 
     def __init__(self, library: Callable[[Any], str], blank: str) -> None:
         self.rules: list[str] = []
@@ -63,8 +61,8 @@ class JsonWriter:
             return self._library(schema)
 
     def find_bound_fault(self, schema: Any, most: int) -> tuple[str, str] | None:
-        """Returns the JSON pointer of the first bound that excludes all integers or would not be exact, and the fault;
-        None if there is none. Bounds beyond `most`, those of 64-bit types, may be rounded."""
+        """Returns the JSON pointer of the first bound that excludes all integers or would not be exact, and the fault,
+        or None. Bounds beyond `most`, those of 64-bit types, may be rounded."""
         options = schema.get("x-guidance") if isinstance(schema, dict) else None
         lenient = isinstance(options, dict) and options.get("lenient") is True
         if lenient or not self.rule(schema).startswith(_LIBRARY_PREFIX):
@@ -202,7 +200,6 @@ class _SchemaWriter:
         return self._rule(f'"{{" {self._space} {first} {self._space} "}}"')
 
     def _other_members(self, names: Iterable[str], schema: Any, write: Callable[[Any], str]) -> tuple[str, str]:
-        """Writes members with other names."""
         if schema is False:
             return '""', '""'
         if any(len(name) > MAX_NAME for name in names):
@@ -236,7 +233,6 @@ class _SchemaWriter:
 
 
 def _refers_to_shared(value: Any) -> bool:
-    """Whether all references lead to definitions."""
     if isinstance(value, list):
         return all(map(_refers_to_shared, value))
     if not isinstance(value, dict):

@@ -19,8 +19,7 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
 
-    def given(self) -> dict[str, float]:
-        """The fields that have a value."""
+    def recommended(self) -> dict[str, float]:
         values = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -32,11 +31,7 @@ class GenerationDefaults:
 
 
 def with_defaults(chosen: Mapping[str, Any], defaults: GenerationDefaults) -> SamplingParams:
-    """The fields that a request sets, then the model's defaults, then neutral values.
-
-    A field in `chosen` takes precedence even if its value is neutral. So `chosen` is a mapping: `SamplingParams` cannot
-    distinguish a temperature of 1 that was set from one that was not.
-
-    **Raises:** `ParameterError` naming the field.
-    """
-    return SamplingParams(**{**defaults.given(), **chosen})
+    """The fields that a request sets, then the model's defaults, then neutral values. `chosen` takes precedence even if
+    its value is neutral, so it is a mapping: `SamplingParams` cannot distinguish a temperature of 1 that was set from
+    one that was not. Raises `ParameterError`."""
+    return SamplingParams(**{**defaults.recommended(), **chosen})

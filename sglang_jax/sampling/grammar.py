@@ -10,7 +10,7 @@ from enum import StrEnum
 from sglang_jax.errors import ParameterError, quote
 
 MAX_GRAMMAR_CHARACTERS = 1 << 20
-"""Maximum length of a grammar's text, whatever a server allows. The time to compile it grows with its length, in some
+"""Maximum length of a grammar's text, whatever a server allows: the time to compile it grows with its length, in some
 places quadratically."""
 
 MAX_CHOICES = 4096
@@ -36,14 +36,9 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar as a request gives it.
-
-    - `text`: in the language of `kind`.
-    - `field`: the client's name for it, for error messages; it does not change the meaning.
-
-    **Raises:** `ParameterError` for a text that is empty (only whitespace counts as empty, except in a regular
-    expression), too long, or invalid JSON where `kind` needs JSON.
-    """
+    """A grammar as a request gives it. `text`: in the language of `kind`; `field`: the client's name for it, for error
+    messages. Raises `ParameterError` for a text that is empty (only whitespace counts as empty, except in a regular
+    expression), too long, or invalid JSON where `kind` needs JSON."""
 
     kind: GrammarKind
     text: str

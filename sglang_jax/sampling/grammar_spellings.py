@@ -17,15 +17,13 @@ from sglang_jax.sampling.grammar import (
 )
 
 Reader = Callable[[Any, str], Grammar | None]
-"""From a field's value and name to its grammar; None for a value that asks for no grammar. Raises `ParameterError`."""
+"""From a field's value and name to its grammar; None for a value that asks for none. Raises `ParameterError`."""
 
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     """The grammar that the fields of a request ask for, under any of their names; None if they ask for none. Fields
-    whose value is None, and fields with other names, are ignored.
-
-    **Raises:** `ParameterError` for an invalid value, and for more than one grammar.
-    """
+    whose value is None, and fields with other names, are ignored. Raises `ParameterError` for an invalid value, and for
+    more than one grammar."""
     found: Grammar | None = None
     for name, read in READERS.items():
         value = fields.get(name)
@@ -102,8 +100,7 @@ def _response_format(value: object, field: str) -> Grammar | None:
 
 
 def _named_schema(value: object, field: str) -> Grammar:
-    """A schema with a name. Keywords that cannot be enforced are refused, unless `strict` is false: then they are
-    ignored."""
+    """Keywords that cannot be enforced are refused, unless `strict` is false: then they are ignored."""
     named = _mapping(value, field)
     _refuse_others(named, ("name", "description", "schema", "strict"), field)
     place = f"{field}.schema"
@@ -136,7 +133,7 @@ _STRUCTURED_OPTIONS = (
 
 
 def _structured_outputs(value: object, field: str) -> Grammar | None:
-    """vLLM's."""
+    """Reads `structured_outputs` of vLLM."""
     wanted = {name: one for name, one in _mapping(value, field).items() if one is not None}
     _refuse_others(wanted, (*_STRUCTURED, *_STRUCTURED_OPTIONS), field)
     if wanted.get("disable_additional_properties"):
@@ -199,7 +196,6 @@ READERS: dict[str, Reader] = {
     "guided_grammar": _ebnf,
     "structured_outputs": _structured_outputs,
 }
-"""The reader of each field."""
 
 SPELLINGS = frozenset({*READERS, "guided_whitespace_pattern"})
 """All fields that concern grammars."""

@@ -27,7 +27,6 @@ SEED_LIMIT = 2**63
 
 
 def unknown_field(where: str, name: str) -> str:
-    """The message for an unknown sampling field."""
     known = SAMPLING_FIELDS.get(name)
     if known is not None:
         return f"{where} has no field {name!r}: it is called {known} here"
@@ -54,10 +53,8 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 class SamplingParams:
     """How the tokens of a request are sampled, and when its output ends.
 
-    Applied in this order: logit bias, penalties, temperature, top-k, top-p, min-p. Reported logprobs are
-    those of the raw logits.
-
-    **Arguments:**
+    Applied in this order: logit bias, penalties, temperature, top-k, top-p, min-p. Reported logprobs are those of the
+    raw logits. Raises `ParameterError` naming the field and its range.
 
     - `max_new_tokens`: maximum tokens generated; None means up to the context length. 0 computes only the prompt, for
       its logprobs or for the prefix cache.
@@ -71,16 +68,12 @@ class SamplingParams:
     - `repetition_penalty`: over prompt and output tokens (CTRL, Keskar et al. 2019); 1 is off.
     - `logit_bias`: token id to the value added to its logit.
     - `stop`: strings that end the output; the output is cut before the match unless `include_stop`.
-    - `stop_token_ids`: further token ids that end the output.
-    - `ignore_eos`: continue past the model's end-of-sequence tokens.
+    - `stop_token_ids`: further token ids that end the output; `ignore_eos`: continue past the model's own.
     - `seed`: makes sampling a function of only (seed, position).
-    - `n`: number of independent completions.
-    - `skip_special_tokens`: leave special tokens out of the text.
+    - `n`: number of independent completions; `skip_special_tokens`: leave special tokens out of the text.
     - `grammar`: a constraint on the output; tokens that violate it are never sampled. The output ends once the grammar
       is complete and nothing can follow. It takes precedence over `min_new_tokens` and `ignore_eos`: where it allows
       only the end, the output ends.
-
-    **Raises:** `ParameterError` naming the field and its range.
     """
 
     max_new_tokens: int | None = 128

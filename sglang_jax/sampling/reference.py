@@ -17,11 +17,9 @@ Float64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSample:
-    """A sampled token (None if a logit was not finite), and how close the decision was.
-
-    `margin` is the minimum of three distances: of a cumulative probability from `top_p`, of a relative probability from
-    `min_p`, and between the two best scores. Another sampler may differ where rounding exceeds it.
-    """
+    """A sampled token (None if a logit was not finite). `margin`: the minimum of three distances, of a cumulative
+    probability from `top_p`, of a relative probability from `min_p`, and between the two best scores. Another sampler
+    may differ where rounding exceeds it."""
 
     token: int | None
     margin: float
@@ -47,9 +45,7 @@ def adjusted_logits(
 
 def kept_tokens(adjusted: Float32, sampling: SamplingParams) -> tuple[Bool, float]:
     """Tokens that top-k, top-p and min-p keep at a temperature above 0, bool `[vocab]`, and the margin of the decision.
-
-    Ties with the least likely token kept are kept.
-    """
+    Ties with the least likely token kept are kept."""
     with np.errstate(over="ignore"):
         scaled = (adjusted - adjusted.max()) / np.float32(sampling.temperature)
     kept = np.ones(len(scaled), np.bool_)
@@ -87,10 +83,8 @@ def reference_sample(
     stop_ids: Sequence[int],
     noise: Float32,
 ) -> ReferenceSample:
-    """Samples the next token after `prompt` and `output` by the Gumbel-max trick.
-
-    **Arguments:** `logits` and `noise` (standard Gumbel variates, one for each token id), both float32 `[vocab]`.
-    """
+    """Samples the next token after `prompt` and `output` by the Gumbel-max trick. `logits` and `noise` (standard Gumbel
+    variates, one for each token id): both float32 `[vocab]`."""
     if not np.isfinite(logits).all():
         return ReferenceSample(None, np.inf)
     adjusted = adjusted_logits(logits, sampling, prompt, output, stop_ids)

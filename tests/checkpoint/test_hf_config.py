@@ -219,12 +219,12 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert defaults.repetition_penalty == 1.05
     assert defaults.min_p is None
     (folder / "generation_config.json").unlink()
-    assert load_generation_defaults(folder).given() == {}
+    assert load_generation_defaults(folder).recommended() == {}
 
 
 def test_a_top_k_of_zero_keeps_all_as_in_transformers(tmp_path: Path) -> None:
     defaults = load_generation_defaults(written(tmp_path, LLAMA, {"top_k": 0, "min_p": 0.0, "do_sample": True}))
-    assert defaults.given() == {"top_k": -1, "min_p": 0.0}
+    assert defaults.recommended() == {"top_k": -1, "min_p": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class Completer:
         self._words = np.zeros((1, mask_words(257)), np.int32)
 
     def complete(self, grammar: Grammar, beginning: bytes) -> bytes:
-        compiled = self._backend.build(grammar, Trial({}).lark(grammar))
+        compiled = self._backend.build(grammar, Trial({}).try_out(grammar))
         matcher, text = compiled.matcher(), b""
         for byte in beginning:
             assert byte in self._next(matcher), f"{beginning!r} leaves its grammar behind {text!r}"
@@ -220,7 +220,7 @@ def test_greedy_takes_the_most_likely_allowed_token(engine: Engine, table: Token
         with torch.no_grad():
             logits = oracle(torch.tensor([[*PROMPT, *output.output_ids]])).logits[0, len(PROMPT) - 1 : -1]
         logprobs = logits.log_softmax(-1).numpy()
-        matcher = backend.build(grammar, Trial(backend.specials).lark(grammar)).matcher()
+        matcher = backend.build(grammar, Trial(backend.specials).try_out(grammar)).matcher()
         for token, line, told in zip(output.output_ids, logprobs, output.logprobs, strict=True):
             backend.fill([matcher], words)
             allowed = allowed_tokens(words[0])

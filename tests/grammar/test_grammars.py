@@ -61,7 +61,7 @@ def outputs(
     backend: LlguidanceBackend, trial: Trial, grammar: Grammar, count: int = 20
 ) -> Iterator[tuple[bytes, bool]]:
     """Random walks through a grammar: their bytes, and whether they are finished."""
-    compiled = backend.build(grammar, trial.lark(grammar))
+    compiled = backend.build(grammar, trial.try_out(grammar))
     for seed in range(count):
         walk = random.Random(seed)
         matcher, output = compiled.matcher(), b""
@@ -130,7 +130,7 @@ def test_tags_start_with_their_triggers_and_follow_their_schema(backend: Llguida
         "structures": [{"begin": "<f=go>", "schema": {"enum": [1, 2]}, "end": "</f>"}],
         "triggers": ["<f="],
     }
-    compiled = backend.build(grammar := tag_grammar(old), trial.lark(grammar))
+    compiled = backend.build(grammar := tag_grammar(old), trial.try_out(grammar))
     words = np.zeros((1, mask_words(VOCAB)), np.int32)
     matcher = compiled.matcher()
     assert backend.fill([matcher], words) == [MatchState.CONTINUES]
@@ -149,7 +149,7 @@ def test_tags_start_with_their_triggers_and_follow_their_schema(backend: Llguida
 
 def test_a_special_token_that_a_tag_names_is_that_token(backend: LlguidanceBackend, trial: Trial) -> None:
     tags = {"format": {"type": "tag", "begin": "<|call|>", "content": {"type": "regex", "pattern": "[ab]"}, "end": "."}}
-    compiled = backend.build(grammar := tag_grammar(tags), trial.lark(grammar))
+    compiled = backend.build(grammar := tag_grammar(tags), trial.try_out(grammar))
     words = np.zeros((1, mask_words(VOCAB)), np.int32)
     matcher = compiled.matcher()
     backend.fill([matcher], words)
@@ -206,7 +206,7 @@ REFUSED: list[tuple[GrammarKind, Any, str]] = [
 def test_errors_name_the_place_in_the_schema(trial: Trial, kind: GrammarKind, text: Any, message: str) -> None:
     text = text if isinstance(text, str) else json.dumps(text)
     with pytest.raises(GrammarError, match=re.escape(message)) as caught:
-        trial.lark(Grammar(kind, text, "field"))
+        trial.try_out(Grammar(kind, text, "field"))
     assert caught.value.message.startswith("field")
     assert (caught.value.param or "").startswith("field")
 
@@ -236,7 +236,7 @@ def test_the_limits_of_64_bit_numbers_are_accepted(
     assert [json.loads(output) for output, finished in outputs(backend, trial, json_grammar(schema), 3) if finished]
     assert json.dumps(schema) == written
     # Integers have exact limits, numbers the nearest that the library has.
-    assert ("-9223372036854774784" in trial.lark(json_grammar(schema))) == (limits is DOUBLE)
+    assert ("-9223372036854774784" in trial.try_out(json_grammar(schema))) == (limits is DOUBLE)
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, 2**62, 2**53, -(2**53), -(10**18), -(10**25), 10**25, -9.3e18, -1, 0])
@@ -262,7 +262,7 @@ def test_keywords_without_effect_are_left_out(
     inside = {"type": "object", "properties": {"a": {**schema, **keywords}}}
     assert json_rule(inside) == json_rule({"type": "object", "properties": {"a": schema}})
     grammar = json_grammar(inside)
-    backend.build(grammar, trial.lark(grammar))
+    backend.build(grammar, trial.try_out(grammar))
 
 
 @pytest.mark.parametrize("keywords", [{"uniqueItems": True}, {"propertyNames": {"maxLength": 3}}, {"not": {}}])
@@ -281,7 +281,7 @@ EITHER = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}, 
 
 @pytest.mark.parametrize("schema", [RECURSIVE, ENDLESS, EITHER])
 def test_recursive_schemas_are_accepted(trial: Trial, schema: dict[str, Any]) -> None:
-    assert "start" in trial.lark(json_grammar(schema))
+    assert "start" in trial.try_out(json_grammar(schema))
 
 
 def test_a_schema_with_halves_of_surrogate_pairs_is_refused_with_the_place() -> None:
@@ -461,7 +461,7 @@ def test_an_output_does_not_fail_because_of_states_that_others_of_its_grammar_me
     permanently."""
     draw = random.Random(0)
     texts = ["".join(draw.choices("ab", k=60)) for _ in range(6)]
-    lark = trial.lark(COUNTED)
+    lark = trial.try_out(COUNTED)
     right = follow(backend, [backend.build(COUNTED, lark).matcher() for _ in texts], texts)
     few = {name: getattr(LIMITS, name) for name in ("initial_lexer_fuel", "step_lexer_fuel", "step_max_items")}
     monkeypatch.setattr(

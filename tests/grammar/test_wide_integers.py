@@ -32,7 +32,7 @@ class Checker:
 
     def takes(self, grammar: Grammar, text: str) -> bool:
         """Whether this text is allowed as a whole output."""
-        matcher = self._backend.build(grammar, self._trial.lark(grammar)).matcher()
+        matcher = self._backend.build(grammar, self._trial.try_out(grammar)).matcher()
         words = np.zeros((1, mask_words(EOS + 1)), np.int32)
         data = text.encode()
         for count, byte in enumerate(data, 1):
@@ -46,7 +46,7 @@ class Checker:
 
     def refusal(self, schema: Any) -> str:
         with pytest.raises(GrammarError) as caught:
-            self._trial.lark(json_grammar(schema))
+            self._trial.try_out(json_grammar(schema))
         return caught.value.message
 
 

@@ -79,7 +79,7 @@ class Walker:
 
     def __init__(self, backend: LlguidanceBackend, trial: Trial, grammar: Grammar) -> None:
         self._backend = backend
-        self._compiled = backend.build(grammar, trial.lark(grammar))
+        self._compiled = backend.build(grammar, trial.try_out(grammar))
 
     def walk(self, seed: int, most: int = 400, begin: str = "") -> tuple[str, bool]:
         draw = random.Random(seed)
@@ -350,7 +350,7 @@ def test_errors_of_schemas_name_the_place(backend: LlguidanceBackend, trial: Tri
         tool = Tool("f", {"type": "object", "properties": {"a": schema}, "$defs": REFERRED | loop},
                     strict, field)  # fmt: skip
         found = calls_format(family, family.enforced(""), (tool,), required=True, parallel=True)
-        trial.lark(grammar_of_format(found, "tools"))
+        trial.try_out(grammar_of_format(found, "tools"))
 
     for strict in (True, False):
         with pytest.raises(ParameterError, match=r"at /properties/a refers only to itself"):
@@ -492,10 +492,10 @@ def test_a_schema_that_cannot_be_enforced_is_named(
         found = calls_format(family, family.enforced(""), (NOW, bad), required=True, parallel=True)
         grammar = grammar_of_format(found, "tools")
         if not strict:  # then keywords that cannot be enforced are ignored
-            assert trial.lark(grammar)
+            assert trial.try_out(grammar)
             continue
         with pytest.raises(GrammarError) as caught:
-            trial.lark(grammar)
+            trial.try_out(grammar)
         assert (caught.value.param or "").startswith(field)
         assert caught.value.message.startswith(field)
         assert "Unimplemented keys" in caught.value.message

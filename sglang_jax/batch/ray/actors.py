@@ -186,10 +186,8 @@ def _exit_process(reason: str) -> NoReturn:
 
 
 class AnswerLines:
-    """Converts rows of `RequestFiles` to rows of `AnswerFiles`.
-
-    **Arguments:** `files`: names of the files, by number. If there are several, they prefix the default `custom_id`.
-    """
+    """Converts rows of `RequestFiles` to rows of `AnswerFiles`. `files`: names of the files, by number. If there are
+    several, they prefix the default `custom_id`."""
 
     def __init__(self, answering: Answering, attempts: Attempts, files: Sequence[str]) -> None:
         self._files = files
@@ -225,10 +223,8 @@ class AnswerLines:
 
 class AnswerRows:
     """Adds `ANSWER_COLUMNS` to rows that have the `REQUEST_COLUMNS` of a line of the input format. For
-    `Dataset.map_batches`, with `batch_format="pyarrow"`; `answer_rows` calls that.
-
-    **Arguments:** `columns`: further columns that are fields of a plain row's body, such as `max_tokens`.
-    """
+    `Dataset.map_batches`, with `batch_format="pyarrow"`; `answer_rows` calls that. `columns`: further columns that are
+    fields of a plain row's body, such as `max_tokens`."""
 
     def __init__(self, answering: Answering, attempts: Attempts, columns: Sequence[str] = ()) -> None:
         self._columns = {*REQUEST_COLUMNS, *columns}

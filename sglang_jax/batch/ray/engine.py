@@ -54,10 +54,8 @@ class LineEngine(Protocol):
     """Answers lines."""
 
     def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
-        """Returns the answers, in order. May be called from many threads; lines in progress have unique numbers.
-
-        **Raises:** `EngineDeadError` if the engine is lost for good.
-        """
+        """Returns the answers, in order. May be called from many threads; lines in progress have unique numbers. Raises
+        `EngineDeadError` if the engine is lost for good."""
         ...
 
 

@@ -60,11 +60,8 @@ class GroupPlacement:
         return f"{self.nodes} nodes with {each} each{where}"
 
     def reserve(self) -> PlacementGroup:
-        """Waits until enough different nodes have room, and reserves them.
-
-        Only a detached actor may call this. Its reservation ends with the actor; any other actor's ends only with the
-        whole job.
-        """
+        """Waits until enough different nodes have room, and reserves them. Only a detached actor may call this. Its
+        reservation ends with the actor; any other actor's ends only with the whole job."""
         return self._reserve_anywhere() if self.tpu_slice is None else self._reserve_slice(*self.tpu_slice)
 
     def _reserve_anywhere(self) -> PlacementGroup:
@@ -107,10 +104,8 @@ class GroupPlacement:
 
 class MultiNodeEngine:
     """Answers lines with an engine over several nodes. The loss of one node ends the whole engine, and so does the end
-    of the process that created it.
-
-    **Raises:** the error with which the engine fails to start on any node; `RayActorError` if a node is lost meanwhile.
-    """
+    of the process that created it. **Raises:** the error with which the engine fails to start on any node;
+    `RayActorError` if a node is lost meanwhile."""
 
     def __init__(self, config: ServerConfig, asking: Asking, launch: Launch, placement: GroupPlacement) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -144,12 +139,10 @@ class OwnerBeacon:
 
 
 class GroupKeeper:
-    """The actor that reserves the nodes of an engine. It ends with the first of them, or with the engine's user.
-
-    If the user itself reserved the nodes, Ray would release them only at the end of the job, so a restarted user would
-    wait for its own nodes. A detached actor's reservation ends with the actor, so this one is detached. The actors on
-    the nodes are its children and end with it. None of their calls keeps the user alive.
-    """
+    """The actor that reserves the nodes of an engine. It ends with the first of them, or with the engine's user. If the
+    user itself reserved the nodes, Ray would release them only at the end of the job, so a restarted user would wait
+    for its own nodes. A detached actor's reservation ends with the actor, so this one is detached. The actors on the
+    nodes are its children and end with it. None of their calls keeps the user alive."""
 
     def __init__(self, placement: GroupPlacement, user: ActorHandle) -> None:
         logs.configure(logging.INFO)

@@ -35,14 +35,10 @@ def answer_rows(
     *,
     columns: Sequence[str] = (),
 ) -> Dataset:
-    """Adds answers to a dataset of requests; see `AnswerRows` for the columns that it needs and adds.
-
-    Rows are answered when the dataset is consumed. Every input row gives one output row, also after failures.
-
-    **Arguments:** `columns`: further columns that are fields of a row's body, such as `max_tokens`.
-
-    **Raises:** `ConfigError` for devices that cannot be divided among nodes, or nodes that cannot be placed.
-    """
+    """Adds answers to a dataset of requests; see `AnswerRows` for the columns that it needs and adds. Rows are answered
+    when the dataset is consumed. Every input row gives one output row, also after failures. `columns`: further columns
+    that are fields of a row's body, such as `max_tokens`. Raises `ConfigError` for devices that cannot be divided among
+    nodes, or nodes that cannot be placed."""
     options = options or RayOptions()
     dataset = _split_into_batches(dataset, options)
     return dataset.map_batches(
@@ -80,13 +76,10 @@ def _split_into_batches(dataset: Dataset, options: RayOptions) -> Dataset:
 
 
 def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]:
-    """Returns arguments of `map_batches` for a pool of actors with one engine each.
-
-    An actor works on several batches at once, each in a thread, so that its engine stays busy while a batch ends. By
-    default, Ray Data restarts lost actors where there is room, and their batches; `Attempts` limits that.
-
-    **Raises:** `ConfigError` for devices that cannot be divided among nodes, or nodes that cannot be placed.
-    """
+    """Returns arguments of `map_batches` for a pool of actors with one engine each. An actor works on several batches
+    at once, each in a thread, so that its engine stays busy while a batch ends. By default, Ray Data restarts lost
+    actors where there is room, and their batches; `Attempts` limits that. Raises `ConfigError` for devices that cannot
+    be divided among nodes, or nodes that cannot be placed."""
     return {
         "batch_size": options.rows_per_batch,
         "batch_format": "pyarrow",
@@ -116,10 +109,7 @@ def replica_resources(config: EngineConfig, options: RayOptions) -> dict[str, An
 
 def node_resources(config: EngineConfig, options: RayOptions) -> dict[str, float]:
     """Returns what an engine takes of each of its nodes, by Ray's names. With `device` auto, it uses the cluster's
-    TPUs, or else GPUs, or else CPUs.
-
-    **Raises:** `ConfigError` for devices that cannot be divided among the nodes.
-    """
+    TPUs, or else GPUs, or else CPUs. Raises `ConfigError` for devices that cannot be divided among the nodes."""
     if config.tp_size % config.nnodes:
         raise ConfigError(f"tp_size ({config.tp_size}) must be a multiple of nnodes ({config.nnodes})")
     needs: dict[str, float] = {"CPU": options.cpus_per_replica}
@@ -183,10 +173,8 @@ def reporting_waits(
     seconds_between: float = SECONDS_BETWEEN,
 ) -> Iterator[None]:
     """While the block runs, reports what the run waits for, until its first engine has started, and again if lost nodes
-    leave no room for any engine.
-
-    **Arguments:** `attempts`: those of the run; `needs`, `nodes`: what an engine takes of each of its nodes.
-    """
+    leave no room for any engine. `attempts`: those of the run; `needs`, `nodes`: what an engine takes of each of its
+    nodes."""
     if nodes_with(needs) < nodes:
         tell(f"{_lack(needs, nodes)}: waiting for {'one' if nodes == 1 else 'them'}.")
     over = threading.Event()

@@ -46,14 +46,9 @@ CHECKPOINT_ACTOR_BYTES = 256 * 2**20
 
 
 def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig, launch: Launch = launch_engine) -> int:
-    """Answers the remaining lines of the input on a Ray cluster. Returns the exit status.
-
-    Uses the cluster that this process is connected to, or else connects to one until it returns.
-
-    **Arguments:** `launch`: starts an engine; for tests and other cores.
-
-    **Raises:** `BatchError` if the run cannot start or continue, `ConfigError` for incompatible options.
-    """
+    """Answers the remaining lines of the input on a Ray cluster. Returns the exit status. Uses the cluster that this
+    process is connected to, or else connects to one until it returns. `launch`: starts an engine; for tests and other
+    cores. Raises `BatchError` if the run cannot start or continue, `ConfigError` for incompatible options."""
     logs.configure(batch.log_level.upper())
     config = server_config(batch, engine)
     _check_supported(batch, engine)
@@ -173,10 +168,8 @@ class _OutputFolder:
         self._complete_marker = f"{self._run}/whole"
 
     def claim(self, identity: InputIdentity, options: Mapping[str, OptionValue]) -> bool:
-        """Writes a new run's manifest, or checks a resumed run's. Returns True if nothing is left to do.
-
-        **Raises:** `BatchError` if the input or an option has changed, or the folder has files that no run wrote.
-        """
+        """Writes a new run's manifest, or checks a resumed run's. Returns True if nothing is left to do. Raises
+        `BatchError` if the input or an option has changed, or the folder has files that no run wrote."""
         manifest = RunManifest(VERSION, identity, dict(options))
         path = f"{self._run}/manifest.json"
         if self._exists(path):
