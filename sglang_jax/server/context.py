@@ -111,13 +111,13 @@ class ServerContext:
         return await self._writer.run(work, size=size, tenant=current_caller().name, flow=flow)
 
     async def encode(
-        self, text: str, request_id: str, *, add_special_tokens: bool, most_tokens: int, param: str
+        self, text: str, request_id: str, *, add_special_tokens: bool, max_tokens: int, param: str
     ) -> list[int]:
         """See `EngineClient.encode`; for this request of the current caller."""
         return await self.client.encode(
             text,
             add_special_tokens=add_special_tokens,
-            most_tokens=most_tokens,
+            max_tokens=max_tokens,
             param=param,
             tenant=current_caller().name,
             flow=request_id,
@@ -161,10 +161,8 @@ class ServerContext:
     def generate(
         self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
     ) -> Call:
-        """Returns the call of one HTTP request's prompts, for `async with`.
-
-        **Arguments:** `prompts`: with `request_id` set; `field_names`: the route's names of the engine's fields.
-        """
+        """Returns the call of one HTTP request's prompts, for `async with`. `prompts`: with `request_id` set;
+        `field_names`: the route's names of the engine's fields."""
         return Call(self, request_id, prompts, field_names, current_caller())
 
     async def collect(
@@ -217,10 +215,9 @@ class Call:
     """One HTTP request at the engine: an iterator over the deltas of its prompts as they arrive, each with its prompt's
     number. Leaving its `async with` aborts what still runs.
 
-    It has plain coroutines, because each generator on the way costs a microsecond per token.
-
-    **Raises:** on entry, `RequestError` for requests that the caller may not make; later, `RequestError` as soon as one
-    prompt fails; the others are aborted.
+    It has plain coroutines, because each generator on the way costs a microsecond per token. Raises on entry,
+    `RequestError` for requests that the caller may not make; later, `RequestError` as soon as one prompt fails; the
+    others are aborted.
     """
 
     def __init__(
@@ -321,11 +318,9 @@ class PromptStream:
 
 
 class MergedStreams:
-    """The deltas of several prompts as they arrive.
-
-    **Arguments:** `streams`: created as needed; `at_once`: maximum streams that run or wait in the engine, so that the
-    prompts of other requests come before the rest; `a_turn`: streams that start before the event loop does other work.
-    """
+    """The deltas of several prompts as they arrive. `streams`: created as needed; `at_once`: maximum streams that run
+    or wait in the engine, so that the prompts of other requests come before the rest; `a_turn`: streams that start
+    before the event loop does other work."""
 
     def __init__(self, streams: Iterator[PromptStream], at_once: int, a_turn: int) -> None:
         # One place: while a stream waits to put its delta here, the engine merges its further deltas into one.

@@ -326,14 +326,12 @@ def _tokenizer_info(client: EngineClient) -> dict[str, object]:
 
 async def _tokenized(context: ServerContext, texts: list[str], *, special: bool) -> tuple[list[msgspec.Raw], list[int]]:
     """Returns the ids of each text as JSON, and their numbers. Raises `PromptTooLongError`."""
-    most_tokens = TOKENIZED_CONTEXTS * context.client.model_info.context_length
+    max_tokens = TOKENIZED_CONTEXTS * context.client.model_info.context_length
     written: list[msgspec.Raw] = []
     counts: list[int] = []
     total, request_id = 0, new_id("tokenize")
     for text in texts:
-        ids = await context.encode(
-            text, request_id, add_special_tokens=special, most_tokens=most_tokens, param="prompt"
-        )
+        ids = await context.encode(text, request_id, add_special_tokens=special, max_tokens=max_tokens, param="prompt")
         written.append(msgspec.Raw(msgspec.json.encode(ids)))  # a tenth of the list's memory
         counts.append(len(ids))
         total += len(ids)

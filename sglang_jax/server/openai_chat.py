@@ -322,11 +322,8 @@ def _turn(turn: SessionTurnInput | None, token_ids: list[int], bos: int | None) 
 async def _render_and_encode(
     context: ServerContext, body: ChatBody, tools: ToolRequest | None, formats: ReplyFormats, request_id: str
 ) -> tuple[ChatText, list[int]]:
-    """Renders and tokenizes a conversation, in threads.
-
-    **Raises:** the errors of `chat_text`; `PromptTooLongError` if the messages, or the rendered text, cannot fit into
-    the model's context.
-    """
+    """Renders and tokenizes a conversation, in threads. Raises the errors of `chat_text`; `PromptTooLongError` if the
+    messages, or the rendered text, cannot fit into the model's context."""
     tokenizer, most = context.client.tokenizer, context.client.model_info.context_length
     characters = body.num_characters()
     check_characters(characters, tokenizer, most, "messages")
@@ -336,16 +333,13 @@ async def _render_and_encode(
     size = characters + LIKE_CHARACTERS * len(body.messages)
     chat = await context.render(work, size=size, request_id=request_id)
     check_characters(len(chat.text), tokenizer, most, "messages")
-    token_ids = await context.encode(
-        chat.text, request_id, add_special_tokens=False, most_tokens=most, param="messages"
-    )
+    token_ids = await context.encode(chat.text, request_id, add_special_tokens=False, max_tokens=most, param="messages")
     return chat, token_ids
 
 
 async def _shared_len(
     context: ServerContext, body: ChatBody, chat: ChatText, prompt: GenerateInput, beginnings: SharedBeginnings
 ) -> int:
-    """See `SharedBeginnings`."""
     asked = next((message.content for message in body.messages if message.role not in SYSTEM_ROLES), None)
     if isinstance(asked, list):
         asked = next((part.text for part in asked if part.text), None)
@@ -355,7 +349,7 @@ async def _shared_len(
         context.encode,
         request_id=prompt.request_id or "",
         add_special_tokens=False,
-        most_tokens=context.client.model_info.context_length,
+        max_tokens=context.client.model_info.context_length,
         param="messages",
     )
     assert isinstance(prompt.prompt, list)
