@@ -32,8 +32,7 @@ class Batch:
         return [output for outputs in results for output in outputs]
 
     async def run_all(self, run_one: Callable[[int, int], Awaitable[None]]) -> None:
-        """Calls `run_one` with each request's index and the index of its first output. Raises the first error; the
-        other calls are cancelled."""
+        """Calls `run_one` with each request's index and its first output's. The first error cancels the others."""
         todo = self._positions()
 
         async def work() -> None:

@@ -57,8 +57,7 @@ def with_request_id(request: GenerateInput) -> tuple[GenerateInput, str]:
 
 
 async def finished_outputs(client: EngineClient, request: GenerateInput, first_index: int = 0) -> list[GenerateOutput]:
-    """Runs a request that does not stream. Returns its outputs in order. Raises what `client.generate` raises, and the
-    error of an output that failed."""
+    """Returns the outputs, in order, of a request that does not stream. Raises the error of one that failed."""
     request, request_id = with_request_id(request)
     outputs = CumulativeOutputs(request_id, first_index)
     async with aclosing(client.generate(request)) as deltas:

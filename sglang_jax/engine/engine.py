@@ -195,8 +195,7 @@ class Engine:
         stream: bool = False,
         **request: Unpack[RequestOptions],
     ) -> Awaitable[GenerateOutput | list[GenerateOutput]] | AsyncGenerator[GenerateOutput, None]:
-        """`generate` for asyncio: await it, or use `async for` with `stream=True`. Cancelling the waiting task aborts
-        the requests."""
+        """`generate` for asyncio: await it, or use `async for` with `stream=True`. Cancelling aborts the requests."""
         single, batch = self._batch(prompts, sampling_params, template_of(request, stream=stream))
         if stream:
             return self._loop.iterate_async(BatchStream(batch))

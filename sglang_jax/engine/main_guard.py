@@ -1,6 +1,5 @@
-"""Checks that a spawned process can run the main script once more. `multiprocessing` runs the parent's main module in
-it, under the name `__mp_main__`; if that creates an engine with processes, each would create further ones, without
-end."""
+"""Checks that a spawned process can run the main script once more: `multiprocessing` runs the parent's main module in
+it, as `__mp_main__`. If that creates an engine with processes, each creates further ones, without end."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ NO_FILE = (
 
 
 def check_main() -> None:
-    """Checks the main script before an engine starts a process. Raises `ConfigError` if the main module cannot be run
-    once more, or is being run for that just now. In an engine's process, exits instead; the parent reports the
-    error."""
+    """Checks the main script before an engine starts a process. Raises `ConfigError` if it cannot be run once more, or
+    is being run for that just now. In an engine's process, exits instead; the parent reports the error."""
     main = sys.modules["__main__"]
     if _runs_once_more():
         if multiprocessing.current_process().name == CORE_NAME:

@@ -121,8 +121,7 @@ def load_grammars(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompil
 
 
 def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> GenerationDefaults:
-    """Returns the checkpoint's sampling defaults, empty if they are not to be applied. Raises `CheckpointError` for an
-    invalid value."""
+    """Returns the checkpoint's sampling defaults, empty if turned off. Raises `CheckpointError` if one is invalid."""
     defaults = checkpoint.generation_defaults
     if config.sampling_defaults is SamplingDefaults.OPENAI or not defaults.given():
         return GenerationDefaults()
@@ -162,8 +161,7 @@ def tokenizer_source(config: EngineConfig) -> ModelSource:
 
 
 def warm_up(runner: Runner, *, first_only: bool = False) -> None:
-    """Builds and runs the runner's programs, with a progress bar or, without a terminal, log lines. `first_only`: see
-    `Runner`."""
+    """Builds and runs the runner's programs, with a progress bar or log lines. `first_only`: see `Runner`."""
     if not sys.stderr.isatty():
         progress = WarmUpProgress()
         with log_every_few_seconds(progress.describe):

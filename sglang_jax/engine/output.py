@@ -97,8 +97,8 @@ class Completion:
         self._num_logprobs += 1
 
     def push(self, token_id: int) -> bool:
-        """Adds a token. True if its text completed a stop string, which ends the output, unless it is `aborted`. Later
-        tokens are ignored."""
+        """Adds a token, unless a stop string came before. True if its text completes one, which ends the output unless
+        `aborted`."""
         if self._text.matched is not None:
             return False
         self._new_tokens.append(token_id)
@@ -291,8 +291,7 @@ class RequestOutputs:
         self._failure = None
 
     async def take(self) -> list[OutputDelta]:
-        """Waits for new output and returns all of it; an empty list after the last. Raises the error given to
-        `fail`."""
+        """Waits for new output and returns all of it, nothing after the last. Raises the error given to `fail`."""
         if self.in_pieces:  # lets other tasks run between two pieces
             self.in_pieces = False
             await asyncio.sleep(0)

@@ -50,8 +50,7 @@ def unpack(one: TokenLogprob | PackedLogprob) -> TokenLogprob:
 
 
 class PackedLogprobs(Sequence[TokenLogprob]):
-    """The logprobs of many positions. Each is unpacked when it is read, so a large answer is never unpacked as a
-    whole."""
+    """The logprobs of many positions, each unpacked when it is read, so that a large answer is never unpacked whole."""
 
     def __init__(self, entries: Iterable[TokenLogprob | PackedLogprob] = ()) -> None:
         self._entries = list(entries)

@@ -60,9 +60,8 @@ class Placement:
 
 
 def place_replicas(config: EngineConfig, count: int) -> list[Placement]:
-    """Assigns devices to `count` replicas: `tp_size` GPUs or TPU chips each, by number, or equal numbers of CPU cores.
-    Raises `ConfigError` if the machine has too few devices, for a `tp_size` that needs an impossible number of TPU
-    chips, and for several nodes."""
+    """Assigns `tp_size` GPUs or TPU chips, by number, or equal numbers of CPU cores to each of `count` replicas. Raises
+    `ConfigError` for too few devices, an impossible number of TPU chips, or several nodes."""
     if config.nnodes > 1:
         raise ConfigError(
             f"dp_size {count} starts replicas on this machine only, so nnodes must be 1, got {config.nnodes}: start a "

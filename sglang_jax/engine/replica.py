@@ -229,8 +229,7 @@ LaunchReplica = Callable[[EngineConfig, Placement], Awaitable[AsyncEngineClient]
 async def launch_replicas(
     config: EngineConfig, count: int, *, launch: LaunchReplica | None = None, backoff: Backoff | None = None
 ) -> list[Replica[AsyncEngineClient]]:
-    """Like `start_replicas`, for replicas that each have their own front end, and callers that distribute requests
-    themselves."""
+    """Like `start_replicas`, with a front end per replica, for callers that distribute requests themselves."""
     return await start_replicas(config, count, launch or _launcher(), backoff=backoff)
 
 

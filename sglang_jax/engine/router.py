@@ -205,8 +205,7 @@ class Router:
         logger.info("Rerouted a request that replica %d had not started", routed.index)
 
     def _client_error(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
-        """Returns the error for the client of a lost request. With other replicas, it says to send the request
-        again."""
+        """Returns the error for a lost request's client, which says to send it again if there are other replicas."""
         if self._is_single:
             return EngineDeadError(f"{error.message}; it was running the request", started=True)
         return ReplicaLostError(

@@ -15,8 +15,7 @@ SECONDS_BETWEEN_LINES = 4.0
 
 @contextmanager
 def log_every_few_seconds(describe: Callable[[], str]) -> Iterator[None]:
-    """Logs the result of `describe`, called on another thread, every `SECONDS_BETWEEN_LINES` while the block runs, also
-    during one long call."""
+    """Logs `describe()`, called on another thread, every `SECONDS_BETWEEN_LINES` until the block ends."""
     over = threading.Event()
 
     def say() -> None:

@@ -342,8 +342,7 @@ class EngineClient(Protocol):
 
     def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
         """Validates, then yields deltas; without `stream`, one finished delta for each of the n completions. Closing
-        the generator aborts the request. Raises `RequestError`: for bad input before the first output,
-        `EngineDeadError` at any time."""
+        the generator aborts the request. Raises `RequestError` for bad input, and `EngineDeadError` at any time."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -353,8 +352,7 @@ class EngineClient(Protocol):
     def abort_all(self) -> None: ...
 
     async def open_session(self, options: SessionOptions) -> str:
-        """Opens a session and returns its id. Raises `SessionLimitError`, `EngineDeadError`, and `ParameterError` for
-        an id that is in use."""
+        """Opens a session and returns its id. Raises `SessionLimitError`, `EngineDeadError`, `ParameterError`."""
         ...
 
     async def close_session(self, session_id: str, owner: str) -> None:
@@ -367,13 +365,11 @@ class EngineClient(Protocol):
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
         """Makes each serving replica record its next `steps` steps; None: all until `stop_profile`. Returns the
-        folders. Raises `ParameterError` during a recording, or for a folder that cannot be written;
-        `EngineDeadError`."""
+        folders. Raises `ParameterError` during a recording, or for a bad folder; `EngineDeadError`."""
         ...
 
     async def stop_profile(self) -> list[str]:
-        """Stops recording, and returns the folders once written. Raises `EngineDeadError`, `ParameterError` if there is
-        no recording."""
+        """Stops recording, returns the folders once written. Raises `ParameterError` without one, `EngineDeadError`."""
         ...
 
     async def states(self) -> list[dict[str, object]]:
@@ -381,8 +377,7 @@ class EngineClient(Protocol):
         ...
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """Contents of each serving replica's prefix cache as `CacheReport`, plus its number as `replica`. Raises
-        `EngineDeadError`."""
+        """Each serving replica's prefix cache as `CacheReport`, plus its number `replica`. Raises `EngineDeadError`."""
         ...
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:

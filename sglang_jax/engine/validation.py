@@ -15,8 +15,7 @@ from sglang_jax.errors import ParameterError, PromptTooLongError, shown
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
 
 MAX_PROMPT_LOGPROBS = 2**20
-"""Maximum logprobs of prompt tokens in one answer, with alternatives and repetitions for n completions. Each takes
-about a hundred bytes."""
+"""Maximum logprobs of prompts in one answer, with alternatives, for n completions: up to about a hundred bytes each."""
 
 MAX_REPEATED_CHARACTERS = 2**23
 """Maximum characters that an answer repeats from its request: prompts for each of n completions, texts of token ids.
@@ -190,8 +189,7 @@ def _described(request: GenerateInput, prompt_tokens: int) -> str:
 
 def expand(sampling: SamplingParams, room: int) -> list[SamplingParams]:
     """Returns the scheduler's parameters of each of the n completions. Clamps lengths to `room`, the output tokens that
-    fit after the prompt, adds the completion's index to the seed, and removes stop strings, because only the client
-    handles text."""
+    fit, adds the completion's index to the seed, and removes stop strings: only the client handles text."""
     length = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
     if sampling.n == 1 and length == sampling.max_new_tokens and not sampling.stop:
         return [sampling]

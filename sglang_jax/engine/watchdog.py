@@ -37,9 +37,8 @@ class SilenceMeter:
 
 
 class Watchdog:
-    """Looks at a pulse until the core has been silent for `timeout` seconds, or has built one program for
-    `build_timeout` seconds while it has work, and calls `on_hang` with a description, once. `waited_for`: see
-    `SilenceMeter.look`."""
+    """Looks at a pulse until a core with work has been silent for `timeout` seconds, or has built one program for
+    `build_timeout` seconds, then calls `on_hang` once with a description. `waited_for`: see `SilenceMeter.look`."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from sglang_jax.replies.argument_schemas import ArgumentSchemas
 from sglang_jax.replies.forms import Arguments, CallForm, Calls, Literal, Name, Parameters, Part, Space, Tool, UpTo
 from sglang_jax.replies.json_scan import MOST_DEPTH, JsonScanner, Member, Scan, json_object, json_value
 
-MOST_NAME_CHARACTERS = 128
+MAX_TOOL_NAME_CHARACTERS = 128
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """Valid names of tools."""
@@ -42,11 +42,8 @@ class FoundCall:
 
 
 class CallReader:
-    """Reads a call of one form, after its opening.
-
-    **Arguments:** `at`: where it starts in the text for `read`; `tools`: those that may be called; `required`: see
-    `ReplyLayout`.
-    """
+    """Reads a call of one form, after its opening. `at`: where it starts in the text for `read`; `tools`: those that
+    may be called; `required`: see `ReplyLayout`."""
 
     def __init__(self, form: CallForm, tools: Mapping[str, Tool], at: int, *, required: bool = False) -> None:
         self.at = at
@@ -66,11 +63,8 @@ class CallReader:
         return self.at if self._scanner is None else max(self.at, self._scanner.at)
 
     def read(self, text: str, *, final: bool, live: bool = False) -> Reading:
-        """Continues reading. After a complete call, `at` is its end.
-
-        **Arguments:** `text`: all text so far; `final`: there will be no more; `live`: `found` is to grow with the
-        text, which is known to be a call.
-        """
+        """Continues reading. After a complete call, `at` is its end. `text`: all text so far; `final`: there will be no
+        more; `live`: `found` is to grow with the text, which is known to be a call."""
         while self._place < len(self._parts):
             reading = self._part(self._parts[self._place], text, final=final, live=live)
             if reading is not Reading.DONE:
@@ -120,7 +114,7 @@ class CallReader:
     def _name(self, text: str, *, final: bool) -> Reading:
         found = NAME.match(text, self.at)
         end = self.at if found is None else found.end()
-        if end == len(text) and not final and end - self.at <= MOST_NAME_CHARACTERS:
+        if end == len(text) and not final and end - self.at <= MAX_TOOL_NAME_CHARACTERS:
             return Reading.MORE
         name = text[self.at : end]
         if name not in self._tools:
@@ -207,9 +201,9 @@ class CallReader:
                 call.arguments = (call.arguments or "{") + "}"
                 return Reading.DONE
             key_at = at + len(part.begin)
-            key_end = _KEY_END.search(text, key_at, key_at + MOST_NAME_CHARACTERS + 1)
+            key_end = _KEY_END.search(text, key_at, key_at + MAX_TOOL_NAME_CHARACTERS + 1)
             if key_end is None:
-                return Reading.MORE if len(text) - key_at <= MOST_NAME_CHARACTERS else Reading.FAILED
+                return Reading.MORE if len(text) - key_at <= MAX_TOOL_NAME_CHARACTERS else Reading.FAILED
             if not text.startswith(part.named, key_end.start()):
                 return Reading.FAILED
             key = text[key_at : key_end.start()]

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_jax.errors import ParameterError, shown
 from sglang_jax.replies.argument_schemas import ArgumentSchemas
-from sglang_jax.replies.call_reader import MOST_NAME_CHARACTERS
+from sglang_jax.replies.call_reader import MAX_TOOL_NAME_CHARACTERS
 from sglang_jax.replies.forms import CallFamily, CallForm, Parameters, ReasoningForm, Tool, Written
 from sglang_jax.sampling.grammar import Grammar, GrammarKind, tag_grammar
 
@@ -40,14 +40,10 @@ def calls_format(
     answer: Format | None = None,
     text_begin: str = "",
 ) -> Format:
-    """Returns the format of a reply that may call tools.
-
-    **Arguments:** `form`: the family's form that is enforced; `required`: the reply has at least one call, and only
-    calls; `parallel`: there may be several; `answer`: the format of a reply without a call, None for any text;
-    `text_begin`: the marker before an answer.
-
-    **Raises:** `ParameterError` for an answer that could be taken for a call.
-    """
+    """Returns the format of a reply that may call tools. `form`: the family's form that is enforced; `required`: the
+    reply has at least one call, and only calls; `parallel`: there may be several; `answer`: the format of a reply
+    without a call, None for any text; `text_begin`: the marker before an answer. Raises `ParameterError` for an answer
+    that could be taken for a call."""
     written = form.written
     assert written is not None
     if answer is not None and not form.opening:
@@ -182,7 +178,7 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
         return _any_parameters(part, schemas.of(""), tool, schemas)
     elements = []
     for name in (*schemas.named, *dict.fromkeys(others)):
-        if any(mark in name for mark in ("<", ">", "\n")) or len(name) > MOST_NAME_CHARACTERS:
+        if any(mark in name for mark in ("<", ">", "\n")) or len(name) > MAX_TOOL_NAME_CHARACTERS:
             raise ParameterError(
                 f"{tool.field} has an argument {shown(name)}, which this model's call format cannot express",
                 param=f"{tool.field}.properties",

@@ -25,7 +25,7 @@ from sglang_jax.server.connections import (
     BoundedConnection,
 )
 from sglang_jax.server.sliced_connection import MAX_HEAD_BYTES
-from sglang_jax.server.slices import LEAST_SLICE, SLICE, SLICE_SECONDS, next_slice
+from sglang_jax.server.slices import MIN_SLICE, SLICE, SLICE_SECONDS, next_slice
 
 TIMEOUT = 0.6
 PATIENCE = 2.5
@@ -262,11 +262,11 @@ def test_whoever_is_refused_can_read_why_though_the_request_is_on_its_way() -> N
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"), [("MOST_LINGERING", 0), ("LINGER_SECONDS", 0.3), ("MOST_LINGERED", 100_000)]
+    ("limit", "value"), [("MAX_LINGERING", 0), ("LINGER_SECONDS", 0.3), ("MAX_LINGERED_BYTES", 100_000)]
 )
 def test_those_that_linger_have_limits(monkeypatch: pytest.MonkeyPatch, limit: str, value: float) -> None:
     """Of their number, of time, and of bytes: each by itself."""
-    for name, large in (("MOST_LINGERING", 100), ("LINGER_SECONDS", 1e6), ("MOST_LINGERED", 10**15)):
+    for name, large in (("MAX_LINGERING", 100), ("LINGER_SECONDS", 1e6), ("MAX_LINGERED_BYTES", 10**15)):
         monkeypatch.setattr(lingering, name, value if name == limit else large)
     with serve_echo(model_path="echo:0.02", max_connections=1) as server:
         working = server.send("/generate", {"text": "a" * 2000, "stream": True})
@@ -316,7 +316,7 @@ def test_of_long_answers_that_nobody_reads_one_is_held(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = post_bytes("/tokenize", {"prompt": ["a" * 60_000] * 30})
-    monkeypatch.setattr(held_answers, "MOST_HELD_BYTES", 100_000)
+    monkeypatch.setattr(held_answers, "MAX_HELD_BYTES", 100_000)
     monkeypatch.setattr(held_answers, "PAUSE_SECONDS", 0.0)
     with serve_echo() as server:
         size = len(server.http.post("/tokenize", json={"prompt": ["a" * 60_000] * 30}).content)
@@ -383,7 +383,7 @@ def test_what_takes_long_to_parse_is_parsed_in_smaller_slices() -> None:
         sizes.append(next_slice(sizes[-1], sizes[-1] / SLICE * 10 * SLICE_SECONDS))
     assert sizes[:5] == [8192, 4096, 2048, 1024, 512]
     assert set(sizes[4:]) == {512}
-    assert next_slice(LEAST_SLICE, 0.0001) == 1024
+    assert next_slice(MIN_SLICE, 0.0001) == 1024
     assert next_slice(SLICE, 0.0001) == SLICE
     assert next_slice(1024, SLICE_SECONDS / 2) == 1024
 

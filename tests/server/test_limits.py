@@ -161,7 +161,7 @@ def test_a_body_that_does_not_come(small: EchoServer) -> None:
 
 
 def test_bodies_of_all_requests_have_a_limit_together(small: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "SLOWEST", 100)  # what was read is held for a quarter of an hour
+    monkeypatch.setattr(request_body, "MIN_BYTES_PER_SECOND", 100)  # what was read is held for a quarter of an hour
     connections: list[socket.socket] = []
     refused: list[tuple[int, dict[str, Any]]] = []
     while not refused:

@@ -123,7 +123,7 @@ def test_tokenize_and_back(server: EchoServer) -> None:
 
 
 def test_so_many_tokens_are_counted_at_once(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(management, "MOST_TOKENIZED", 20_000)
+    monkeypatch.setattr(management, "MAX_TOKENIZED", 20_000)
     text = "a" * 10_000
     assert server.http.post("/tokenize", json={"prompt": [text] * 2}).json()["count"] == [len(text)] * 2
     refused = server.http.post("/tokenize", json={"prompt": [text, text, "a"]})
