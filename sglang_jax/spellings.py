@@ -1,9 +1,6 @@
-"""Names of other engines' options: aliases, options that have no effect, and options that are refused with a reason.
-Their values are in `value_spellings`.
-
-Flags, keys of a configuration file and keyword arguments of `Engine` are all looked up here, by their names with
-underscores. `docs/migration.md` shows the same tables; a test compares them.
-"""
+"""Names of other engines' options: aliases, options without effect, and options that are refused with a reason. Flags,
+keys of a configuration file and keyword arguments of `Engine` are all looked up here, with underscores.
+`docs/migration.md` shows the same tables; a test compares them."""
 
 from __future__ import annotations
 
@@ -58,11 +55,8 @@ COMMANDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OtherFlag:
-    """An option of other engines that this one does not have.
-
-    - `takes_value`: a value follows it on the command line.
-    - `note`: what to use or expect instead, as a sentence.
-    """
+    """An option of other engines that this one does not have. `takes_value`: a value follows it on the command line;
+    `note`: what to use or expect instead, as a sentence."""
 
     note: str
     takes_value: bool = False

@@ -1,7 +1,5 @@
 """Values of other engines' options: aliases of this engine's values, and values that are refused with a reason.
-
-`docs/migration.md` shows the same tables; a test compares them.
-"""
+`docs/migration.md` shows the same tables; a test compares them."""
 
 from __future__ import annotations
 
@@ -126,13 +124,11 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
 
 
 def value_named(enum: str, value: str) -> str:
-    """Returns the value of the enum `enum` for one of its spellings, ignoring case and the difference of dashes and
-    underscores."""
+    """Returns the value of the enum `enum` for one of its spellings: case, and dashes or underscores, do not count."""
     plain = value.lower().replace("-", "_")
     return VALUES.get(enum, {}).get(plain, plain)
 
 
 def refused_value(enum: str, value: str) -> str | None:
-    """Returns the alternative to a value that only other engines have for the enum `enum`; None if the value is
-    unknown."""
+    """Returns the alternative to a value that only other engines have for the enum `enum`; None if it is unknown."""
     return REFUSED_VALUES.get(enum, {}).get(value.lower().replace("-", "_"))

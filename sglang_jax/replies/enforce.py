@@ -27,7 +27,7 @@ class ReasoningStart(Enum):
 
     OPEN = auto()
     CLOSED = auto()
-    UNSAID = auto()
+    UNKNOWN = auto()
 
 
 def calls_format(
@@ -94,7 +94,6 @@ def after_reasoning(answer: Format, form: ReasoningForm, start: ReasoningStart, 
 
 
 def grammar_format(grammar: Grammar) -> Format:
-    """Returns the format that is equivalent to a grammar."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return {"type": "json_schema", "json_schema": json.loads(grammar.text), "field": grammar.field}
@@ -120,7 +119,7 @@ def grammar_of_format(found: Format, field: str) -> Grammar:
 def _call(form: CallForm, written: Written, tool: Tool, *, by_schema: bool) -> Format:
     part = next((part for part in form.parts if isinstance(part, Parameters)), None)
     schemas = ArgumentSchemas(tool.parameters, "" if part is None else part.end)
-    if by_schema and (place := schemas.endless()):
+    if by_schema and (place := schemas.circular_reference()):
         raise ParameterError(f"{tool.field} at {place} refers only to itself", param=tool.field)
     if part is None:
         content = _json(_schema(tool, by_schema=by_schema), tool.field)
@@ -135,8 +134,8 @@ def _call(form: CallForm, written: Written, tool: Tool, *, by_schema: bool) -> F
 
 
 def _schema(tool: Tool, *, by_schema: bool) -> Format:
-    """Returns the schema of a tool's arguments, always an object. Unless the schema allows additional arguments, others
-    are refused: a tool can only use those that it declares."""
+    """Returns the schema of a tool's arguments, always an object. Refuses additional arguments unless the schema allows
+    them: a tool can only use those that it declares."""
     if tool.parameters is None or not by_schema:
         return {"type": "object", "x-guidance": {"whitespace_pattern": _BLANK}}
     schema = _closed({"type": "object", **tool.parameters})
@@ -190,7 +189,6 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
 
 
 def _any_parameters(part: Parameters, schema: Any, tool: Tool, schemas: ArgumentSchemas) -> Format:
-    """Returns the format of any arguments, each with this schema."""
     name: Format = {"type": "regex", "pattern": r"[^<>\s]([^<>\n]{0,62}[^<>\s])?"}
     value = _value(part, schema, tool, schemas, f"{tool.field}.additionalProperties")
     return {
@@ -205,7 +203,7 @@ def _value(part: Parameters, schema: Any, tool: Tool, schemas: ArgumentSchemas, 
     """Returns the format of an argument after its name. Bare text ends at the first end marker, as in the parser."""
     begin = f"{part.named}\n"
     if not schemas.bare(schema):
-        alone = schemas.standing_alone(_closed(schema) if isinstance(schema, dict) else schema)
+        alone = schemas.self_contained(_closed(schema) if isinstance(schema, dict) else schema)
         if isinstance(alone, dict):
             alone = {**alone, "x-guidance": _options(tool)}
         return {"type": "tag", "begin": begin, "content": _json(alone, field), "end": f"\n{part.end}\n"}

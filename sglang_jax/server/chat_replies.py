@@ -181,18 +181,18 @@ class ReplyFormats:
             grammar = grammar_of_format(found, grammar.field)
         if reasoning is not None:
             forms = (*forms, *reasoning.headers)
-        silent = (*(() if family is None else family.silent), *(() if reasoning is None else reasoning.silent))
+        hidden = (*(() if family is None else family.hidden), *(() if reasoning is None else reasoning.hidden))
         seen: frozenset[str] = frozenset()
         if sampling.skip_special_tokens:
-            seen = markers(forms, reasoning, silent) & self._tokenizer.special_tokens.keys()
+            seen = markers(forms, reasoning, hidden) & self._tokenizer.special_tokens.keys()
         layout = ReplyLayout(
             reasoning=reasoning,
             forms=forms,
             separator="" if family is None else family.separator,
             tools={} if tools is None else {tool.name: tool for tool in tools.callable},
-            silent=(*silent, *sorted(seen)),
+            hidden=(*hidden, *sorted(seen)),
             separate=separate,
-            most_calls=None if tools is None or tools.parallel else 1,
+            max_calls=None if tools is None or tools.parallel else 1,
             required=tools is not None and tools.required,
         )
         return ReplyPlan(
@@ -220,7 +220,7 @@ def _reasoning_start(reasoning: ReasoningForm, prompt: str, continued: str | Non
         return ReasoningStart.OPEN
     if end.endswith(reasoning.end) and not reasoning.anywhere:
         return ReasoningStart.CLOSED
-    return ReasoningStart.OPEN if reasoning.first else ReasoningStart.UNSAID
+    return ReasoningStart.OPEN if reasoning.first else ReasoningStart.UNKNOWN
 
 
 def _with_calls(
