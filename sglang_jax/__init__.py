@@ -26,8 +26,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Imports public names when they are first used. Programs start in this package, and Ctrl-C must work before
-        slow imports (`cli.program`)."""
+        """Imports public names at first use: programs start here, and Ctrl-C must work before slow imports."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         folder = {"Engine": "engine.engine", "SamplingParams": "sampling.params"}.get(name, "sampling.grammar")

@@ -1,4 +1,4 @@
-"""`python -m sglang_jax serve | chat | generate | batch | bench | check | convert`."""
+"""`python -m sglang_jax serve | chat | generate | batch | bench | check | convert | cache-report`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from importlib.metadata import Distribution, entry_points
 from pathlib import Path
 
 BACKENDS = "sglang_jax.backends"
-"""The group of entry points for backends. This project's own entries identify its distribution."""
+"""The group of entry points for backends; this project's entries identify its distribution."""
 
 
 @cache
@@ -20,8 +20,7 @@ def distribution() -> Distribution:
 
 
 def documentation(page: str) -> str:
-    """Returns the path of a documentation page: in the clone that this package is imported from, or in the
-    repository."""
+    """Returns the path of a documentation page: in the clone that this package is imported from, or the repository."""
     of_clone = Path(__file__).parents[1] / "docs" / page
     return str(of_clone) if of_clone.is_file() else f"docs/{page} in the repository"
 

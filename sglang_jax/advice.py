@@ -1,7 +1,5 @@
-"""Filters a misleading log line of a library's import. Must be imported before the library.
-
-transformers warns that it cannot run models without PyTorch, but here it only reads tokenizers and configs.
-"""
+"""Filters a misleading log line of transformers, before its import: that it cannot run models without PyTorch, although
+here it only reads tokenizers and configs."""
 
 import logging
 

@@ -26,11 +26,8 @@ def cut(text: str) -> str:
 
 
 class RequestError(Exception):
-    """A request that cannot be served; other requests are not affected.
-
-    **Attributes:** `message` names the value and the limit; `param` is the invalid field or
-    None; `code` is a stable machine-readable word; `status` is the HTTP status.
-    """
+    """A request that cannot be served; other requests are not affected. `message` names the value and the limit;
+    `param` is the invalid field or None; `code` is a stable machine-readable word; `status` is the HTTP status."""
 
     status = 400
     code = "invalid_request"
@@ -124,11 +121,8 @@ class NumericalError(RequestError):
 
 
 class EngineDeadError(RequestError):
-    """The engine process has ended; requests in flight are lost.
-
-    **Attributes:** `started`: whether the engine had started the request, None if that is not known. If not, another
-    engine can run it instead.
-    """
+    """The engine process has ended; requests in flight are lost. `started`: whether the engine had started the request,
+    None if that is not known. If not, another engine can run it instead."""
 
     status = 500
     code = "engine_dead"
@@ -146,8 +140,7 @@ class ReplicaLostError(EngineDeadError):
 
 
 def how_to_install(*extras: str) -> str:
-    """Returns the command that installs extras of this project from the clone: PyPI's `sglang-jax` is another
-    project."""
+    """Returns the command that installs extras from the clone: PyPI's `sglang-jax` is another project."""
     return f"pip install -e '.[{','.join(extras)}]' in the clone of this project"
 
 

@@ -18,18 +18,14 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 REQUEST_ID_HEADER = "X-Request-Id"
 """The header with the id: from clients, to servers behind this one, and back."""
 
-OWN = ("sglang_jax", "torch_backend", "tpu")
+PROJECT_LOGGERS = ("sglang_jax", "torch_backend", "tpu")
 """Loggers of this project."""
 
 
 def configure(level: int | str, *, as_json: bool = False, process: str = "") -> None:
-    """Writes log lines of this process to standard error, unless logging is already configured.
-
-    Below INFO, only this project's lines are written: numba has a hundred thousand for the kernels of a CPU.
-
-    **Arguments:** `level`: minimum level, by number or name; `process`: the name of this process in lines, if there are
-    several of its kind.
-    """
+    """Writes log lines of this process to standard error, unless logging is already configured. Below INFO, only this
+    project's lines are written: numba has a hundred thousand for the kernels of a CPU. `level`: minimum level, by
+    number or name; `process`: the name of this process in lines, if there are several of its kind."""
     root = logging.getLogger()
     if root.handlers:
         return
@@ -37,13 +33,13 @@ def configure(level: int | str, *, as_json: bool = False, process: str = "") -> 
     handler.setFormatter(JsonLines(process) if as_json else TextLines(process))
     least = logging.getLevelNamesMapping()[level] if isinstance(level, str) else level
     logging.basicConfig(level=max(least, logging.INFO), handlers=[handler])
-    for name in OWN:
+    for name in PROJECT_LOGGERS:
         logging.getLogger(name).setLevel(least)
 
 
 def own_level() -> int:
     """Returns the minimum level of this project's lines, for processes that this one starts."""
-    return logging.getLogger(OWN[0]).getEffectiveLevel()
+    return logging.getLogger(PROJECT_LOGGERS[0]).getEffectiveLevel()
 
 
 def writes_json() -> bool:
@@ -61,8 +57,7 @@ class OnceASecond(logging.Filter):
         self._kept_back: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter`. Messages are distinguished before their arguments are filled in, so there are only a
-        few."""
+        """Messages are distinguished before their arguments are filled in, so there are only a few."""
         if record.levelno != logging.WARNING:
             return True
         message, now = str(record.msg), time.monotonic()
@@ -82,7 +77,6 @@ class TextLines(logging.Formatter):
         super().__init__(f"[%(asctime)s] %(levelname)s {f'{process}: ' if process else ''}%(message)s")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """Returns the time in ISO 8601."""
         return timestamp(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -101,7 +95,6 @@ class JsonLines(logging.Formatter):
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line."""
         line: dict[str, object] = {
             "time": timestamp(record),
             "level": record.levelname.lower(),

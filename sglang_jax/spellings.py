@@ -18,11 +18,8 @@ _FILE: Mapping[str, Any] = tomllib.loads(files("sglang_jax").joinpath("spellings
 
 @dataclass(frozen=True, slots=True)
 class OtherFlag:
-    """An option of other engines that this one does not have.
-
-    - `takes_value`: a value follows it on the command line.
-    - `note`: what to use or expect instead, as a sentence.
-    """
+    """An option of other engines that this one does not have. `takes_value`: a value follows it on the command line;
+    `note`: what to use or expect instead, as a sentence."""
 
     note: str
     takes_value: bool = False

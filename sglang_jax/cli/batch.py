@@ -29,8 +29,8 @@ def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str
 
     The same command resumes an interrupted run.
 
-    A line is in OpenAI's batch format (custom_id, method, url, body) or plain: {"prompt": ...} or {"messages": ...}
-    and further fields of the route. The exit status is 0, or 1 if some lines are in the error file.
+    A line is in OpenAI's batch format (custom_id, method, url, body) or plain: {"prompt": ...} or {"messages": ...} and
+    further fields of the route. The exit status is 0, or 1 if some lines are in the error file.
     """
     engine = with_model(engine, model)
     if runner == Runner.RAY:

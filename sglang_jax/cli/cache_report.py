@@ -15,7 +15,7 @@ from sglang_jax.errors import ConfigError
 SECONDS = 30.0
 """Timeout of the server's answer, which it creates between two steps."""
 
-SHOWN = 40
+MAX_NODES = 40
 """Maximum nodes in the text."""
 
 WIDTH, ROW = 1200, 22
@@ -86,8 +86,8 @@ def _tree(report: dict[str, Any]) -> list[str]:
     lines = [f"{'Tree (tokens)':34}{'hits':>7}{'age':>8}{'requests':>10}{'sessions':>10}  held"]
     below = _children(nodes)
     for node, depth in _walk(below, 0, 0):
-        if len(lines) > SHOWN:
-            lines.append(f"... {len(nodes) - SHOWN} more in the report, {report['num_nodes']} in all")
+        if len(lines) > MAX_NODES:
+            lines.append(f"... {len(nodes) - MAX_NODES} more in the report, {report['num_nodes']} in all")
             break
         held = ", ".join(f"{count} {name}" for name, count in zip(names, node["pages"], strict=True) if count)
         label = f"{'  ' * min(depth, 12)}{node['tokens']}"
@@ -119,8 +119,7 @@ def _children(nodes: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _walk(below: dict[int, list[dict[str, Any]]], parent: int, depth: int) -> list[tuple[dict[str, Any], int]]:
-    """Returns nodes with their depths, parents before children. Not recursive, because conversations form long
-    chains."""
+    """Returns nodes with their depths, parents first. Not recursive, because conversations form long chains."""
     order = []
     stack = [(node, depth) for node in reversed(below.get(parent, []))]
     while stack:

@@ -13,7 +13,7 @@ import click
 
 from sglang_jax.cli.options import options_of, with_model
 from sglang_jax.cli.sampling import chosen_sampling, sampling_options
-from sglang_jax.cli.starting import for_one_request, start_engine, tell_loading
+from sglang_jax.cli.starting import for_one_request, print_loading, start_engine
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.collector import rare_collections
 from sglang_jax.engine.types import GenerateOutput
@@ -41,17 +41,13 @@ class Step(Enum):
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far, in OpenAI's format.
-
-    - `answer`: streams the model's answer to messages.
-    """
+    """The messages so far, in OpenAI's format. `answer`: streams the model's answer to messages."""
 
     answer: Answer
     system: str | None = None
     turns: list[dict[str, object]] = field(default_factory=list)
 
     def take(self, line: str) -> Step:
-        """Executes a command, or answers a message."""
         command, _, argument = line.partition(" ")
         match command:
             case "":
@@ -76,8 +72,7 @@ class Conversation:
         click.echo(f"({what})", err=True)
 
     def _say(self, message: str) -> None:
-        """Prints the answer as it arrives. A message that fails, or is stopped before any answer, is removed from the
-        conversation."""
+        """Prints the answer as it arrives. Removes a message that fails, or is stopped before any answer."""
         self.turns.append({"role": "user", "content": message})
         text = ""
         try:
@@ -138,7 +133,7 @@ def chat(config: EngineConfig, model: str | None, system: str | None, **sampling
     config = for_one_request(with_model(config, model))
     chosen = {"max_new_tokens": None, **chosen_sampling(sampling)}
 
-    tell_loading(config)
+    print_loading(config)
     with rare_collections(), start_engine(config) as engine:
 
         def answer(messages: list[dict[str, object]]) -> Iterator[GenerateOutput]:

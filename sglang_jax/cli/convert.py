@@ -29,8 +29,6 @@ class StoredDtype(StrEnum):
 
 
 class ConvertConfig(BaseModel):
-    """The options of `convert`: checkpoint, formats and output."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_path: str | None = Field(None, description="`demo`, a folder, a .gguf file, a hub id, or gs://BUCKET/PATH")
@@ -90,29 +88,29 @@ def convert(config: ConvertConfig, model: str | None) -> int:
         kv_scales = kv_scales_to_json(kv_parameters, checkpoint.kv_scales_made_for())
     load_weights(model, checkpoint.reader, checkpoint.config, make_mesh([device]), quantization)
     with tempfile.TemporaryDirectory() as folder:
-        beside = Path(folder)
+        extra_files = Path(folder)
         stored_config = checkpoint.source.path / CONFIG_FILE
         if stored_config.is_file():
             own_head = not checkpoint.config.tie_word_embeddings
             if own_head and load_hf_config(checkpoint.source.path).tie_word_embeddings:
                 # The checkpoint has its own head although its config ties it. The output keeps the head.
                 untied = json.loads(stored_config.read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
-                (beside / CONFIG_FILE).write_text(json.dumps(untied, indent=2), encoding="utf-8")
+                (extra_files / CONFIG_FILE).write_text(json.dumps(untied, indent=2), encoding="utf-8")
             else:
-                shutil.copy(stored_config, beside)
+                shutil.copy(stored_config, extra_files)
         else:
-            write_hf_config(checkpoint.config, beside)
-        load_tokenizer(checkpoint.tokenizer_source).save(beside)
+            write_hf_config(checkpoint.config, extra_files)
+        load_tokenizer(checkpoint.tokenizer_source).save(extra_files)
         generation_config = checkpoint.source.path / GENERATION_CONFIG_FILE
         if generation_config.is_file():
-            shutil.copy(generation_config, beside)
+            shutil.copy(generation_config, extra_files)
         elif recommended := checkpoint.generation_defaults.recommended():
-            (beside / GENERATION_CONFIG_FILE).write_text(json.dumps(recommended, indent=2), encoding="utf-8")
+            (extra_files / GENERATION_CONFIG_FILE).write_text(json.dumps(recommended, indent=2), encoding="utf-8")
         save_orbax(
             config.output,
             checkpoint.config,
             model,
-            sorted(beside.iterdir()),
+            sorted(extra_files.iterdir()),
             kv_scales,
             kept_encodings(checkpoint.config, encodings),
         )

@@ -13,7 +13,7 @@ import click
 from sglang_jax.cli.options import options_of
 from sglang_jax.cli.program import INTERRUPTED
 from sglang_jax.cli.sampling import chosen_sampling, sampling_options
-from sglang_jax.cli.starting import for_one_request, start_engine, tell_loading
+from sglang_jax.cli.starting import for_one_request, print_loading, start_engine
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.collector import rare_collections
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
@@ -22,7 +22,7 @@ from sglang_jax.errors import ParameterError
 
 @dataclass(slots=True)
 class Timing:
-    """Times of the answer's start and of its first and last output, in seconds; and the last output."""
+    """When the answer and its first and last output started, in seconds; and the last output."""
 
     start: float
     first: float = 0.0
@@ -44,7 +44,7 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
     if prompt == "-":
         prompt = sys.stdin.read()
 
-    tell_loading(config)
+    print_loading(config)
     with rare_collections(), start_engine(for_one_request(config)) as engine:
         ids = prompt_ids(engine.tokenizer, prompt, system=system, raw=raw)
         timing = Timing(start=time.perf_counter())
@@ -59,7 +59,7 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
 
 
 def prompt_ids(tokenizer: TextTokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:
-    """Returns the prompt's tokens. The chat template writes special tokens itself, so no more are added to its text."""
+    """Returns the prompt's tokens. The chat template writes special tokens itself, so no more are added."""
     if raw:
         ids = tokenizer.encode(prompt)
         if not ids:
@@ -81,8 +81,7 @@ def stream_to_terminal(outputs: Iterable[GenerateOutput], timing: Timing) -> Non
 
 
 def summary(timing: Timing, *, interrupted: bool) -> str:
-    """Returns one line: tokens, tokens per second after the first output, time to first token (to the end without
-    tokens), finish reason."""
+    """Returns one line: tokens, tokens per second after the first output, TTFT (or time to the end), finish reason."""
     output = timing.output
     if output is None:
         return "no tokens, interrupted" if interrupted else "no tokens"

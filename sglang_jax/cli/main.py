@@ -46,15 +46,15 @@ class CommandGroup(click.Group):
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=lambda context, _, given: _tell_version(context) if given else None,
+    callback=lambda context, _, given: _print_version(context) if given else None,
     help="Show the version and exit.",
 )
 def cli() -> None:
     """Serve, query and benchmark large language models."""
 
 
-def _tell_version(context: click.Context) -> None:
-    """Prints the version. click's own option is not used because it needs the distribution's name."""
+def _print_version(context: click.Context) -> None:
+    """Prints the version. click's own option needs the distribution's name."""
     click.echo(f"sglang-jax, version {version()}")
     context.exit()
 
@@ -108,8 +108,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
 
 
 def _unknown_option(error: click.NoSuchOption) -> str:
-    """Returns the error for an unknown option, with the nearest options, or the alternative to a nearer option of other
-    engines."""
+    """Returns the error for an unknown option, with the nearest options, or the alternative to another engine's."""
     options = [] if error.ctx is None else [each for each in error.ctx.command.params if isinstance(each, click.Option)]
     field = _field_of(error.option_name)
     if SAMPLING_FIELDS.get(field, field) in _SAMPLING:

@@ -1,7 +1,5 @@
-"""Creates command-line flags from the fields of pydantic models, so that each option is declared once.
-
-`pydantic_settings.CliApp` cannot replace this, see docs/architecture.md.
-"""
+"""Makes command-line flags from the fields of pydantic models, so that each option is declared once. See
+docs/architecture.md for why `pydantic_settings.CliApp` cannot."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ from sglang_jax.spellings import (
 )
 
 HIDDEN_PREFIX = "hidden_"
-"""Prefix of hidden options' parameter names. click stores values by parameter name, so two options with the same name
-would share a value."""
+"""Prefix of hidden options' parameter names: two options with the same name would share a value in click."""
 
 NOTES = f"{__name__}.notes"
 """The key in a command's context for notes on options without effect."""
@@ -54,8 +51,8 @@ def flag_name(field: str) -> str:
 
 
 def option_by_all_names(field: str, **attributes: Any) -> Callable[[Command], Command]:
-    """Returns a click option for an engine's field with all its aliases, for commands that do not build an engine's
-    config: `page_size` is also `--block-size`."""
+    """Returns a click option for an engine's field with all its aliases (`--page-size`, `--block-size`), for commands
+    that do not build an engine's config."""
     return click.option(flag_name(field), *_other_names(field, ALIASES, frozenset()), field, **attributes)
 
 
@@ -65,12 +62,10 @@ def with_dashes(token: str) -> str:
 
 
 def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Command]:
-    """Gives a click command one flag per field of `models`, and `--config FILE`. Fields of an engine's model also have
-    their aliases (`sglang_jax.spellings`), except those in `taken`, which are options of the command itself.
-
-    The command is called with each model under its keyword here. Flags override the file, and the file overrides
-    defaults. An invalid value ends the command with a line that names the flag or key, the value and the limit.
-    """
+    """Gives a click command one flag per field of `models`, and `--config FILE`, and calls it with each model under its
+    keyword here. Fields of an engine's model also have their aliases (`sglang_jax.spellings`), except those in `taken`,
+    which are options of the command itself. Flags override the file, and the file overrides defaults. An invalid value
+    ends the command with a line that names the flag or key, the value and the limit."""
     owners = {field: keyword for keyword, model in models.items() for field in model.model_fields}
     aliases = {model: ALIASES if issubclass(model, EngineConfig) else OTHER_ALIASES for model in models.values()}
     field_of = {
@@ -122,8 +117,6 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
 
 
 def _list_passes(command: Command) -> Command:
-    """Adds `--list-passes` to a command."""
-
     def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         if given:
             width = max(len(each.value) for each in PASS_SUMMARIES)
@@ -142,7 +135,6 @@ def _list_passes(command: Command) -> Command:
 
 
 def one_model(positional: str | None, by_flag: str | None) -> str | None:
-    """Returns the model, or None. Raises `UsageError` for two different ones."""
     if positional is not None and by_flag is not None and positional != by_flag:
         raise click.UsageError(f"two models are given: {positional} and --model-path {by_flag}")
     return positional if by_flag is None else by_flag
@@ -173,7 +165,6 @@ class _FieldOption(click.Option):
 
 
 def _other_names(field: str, aliases: Mapping[str, Sequence[str]], own: Set[str]) -> list[str]:
-    """Returns the other flags of a field, except those that the command uses for something else."""
     short = [SHORT_FLAGS[field]] if field in SHORT_FLAGS else []
     return short + [flag_name(alias) for alias in aliases.get(field, ()) if alias not in own]
 
@@ -191,7 +182,6 @@ def _explained_options(own: Set[str]) -> Callable[[Command], Command]:
 
 
 def _pairs(model: type[BaseModel], aliases: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Returns pairs of a field of `model` and an alias."""
     return [(field, alias) for field in model.model_fields for alias in aliases.get(field, ())]
 
 
@@ -249,8 +239,6 @@ def _refuse(name: str, flag: OtherFlag) -> None:
 
 
 class _ChoiceType(click.Choice[str]):
-    """The values of an enum, in any of their spellings."""
-
     def __init__(self, kind: type[Choice]) -> None:
         super().__init__([member.value for member in kind])
         self._kind = kind
@@ -291,18 +279,14 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _default_text(field: FieldInfo) -> str:
-    """Returns the help text of a default. The description explains a default of None, which depends on the model or the
-    device."""
+    """Returns the help text of a default. None depends on the model or device, and the description explains it."""
     if field.default is PydanticUndefined or field.default is None or isinstance(field.default, bool):
         return ""
     return f"  [default: {field.default}]"
 
 
 def read_config_file(path: Path, known: list[str], field_of: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the file's values by field name. JSON is a subset of YAML.
-
-    - `known`: the fields; `field_of`: fields by their aliases.
-    """
+    """Returns the file's values by field name. `known`: the fields; `field_of`: fields by their aliases."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -354,8 +338,8 @@ def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_
 
 
 def fields_as_flags(message: str, model: type[BaseModel]) -> str:
-    """Replaces the names of fields of `model` in an error by their flags, except within paths, words or quotation
-    marks, and names that may be plain words (`device`)."""
+    """Replaces names of fields of `model` in an error by their flags, except within paths, words or quotation marks,
+    and names that may be plain words (`device`)."""
     names = [re.escape(name) for name in model.model_fields if "_" in name]
     return re.sub(
         rf"(?<![\w/.'\"-])({'|'.join(names)})(?![\w/'\"(=-]|\.\w)", lambda match: flag_name(match[1]), message

@@ -1,5 +1,4 @@
-"""Entry points of programs. Slow imports happen here, after Ctrl-C was set up to end the process without a
-traceback."""
+"""Entry points of programs: slow imports follow once Ctrl-C is set up to end the process without a traceback."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ def main(name: str = "sglang-jax") -> None:
 
 @contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """Lets Ctrl-C end the process at once, without closing anything. For work that cannot be stopped and leaves no
-    partial results: imports, and loading a core in a thread, whose other processes end with this one. Does nothing if
-    Ctrl-C is ignored (in the background) or already handled."""
+    """Lets Ctrl-C end the process at once, without closing anything: for imports, and loading a core in a thread, which
+    cannot be stopped and leave no partial results. Does nothing if Ctrl-C is ignored (in the background) or handled."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

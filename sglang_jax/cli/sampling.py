@@ -14,20 +14,20 @@ from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.spellings import SAMPLING_FIELDS
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-_OF_THE_MODEL = {field.name for field in dataclasses.fields(GenerationDefaults)}
+_MODEL_DEFAULTS = {field.name for field in dataclasses.fields(GenerationDefaults)}
 
 
 def _sampling_option(name: str, help_text: str, default: str | None) -> Callable[[Command], Command]:
     """Returns an option that is None unless given, because its default may depend on the model."""
     neutral = _DEFAULTS[name]
-    default_text = default or (f"the model's, or {neutral}" if name in _OF_THE_MODEL else str(neutral))
-    others = [flag_name(other) for other, ours in SAMPLING_FIELDS.items() if ours == name and other in _TYPED]
+    default_text = default or (f"the model's, or {neutral}" if name in _MODEL_DEFAULTS else str(neutral))
+    others = [flag_name(other) for other, ours in SAMPLING_FIELDS.items() if ours == name and other in _FLAG_ALIASES]
     return click.option(
         flag_name(name), *others, name, type=type(neutral), help=f"{help_text}  [default: {default_text}]"
     )
 
 
-_TYPED = ("max_tokens", "min_tokens")
+_FLAG_ALIASES = ("max_tokens", "min_tokens")
 """Names of other engines and routes that are also accepted as flags."""
 
 _HELP = {

@@ -18,10 +18,9 @@ MAPPED_BYTES = 131_072
 TRIMMED_BYTES = 1_048_576
 
 GROWTH_BYTES = 2**20
-"""Growth in bytes after which a process releases free memory."""
+"""Growth in bytes after which a process releases free memory. A core allocates and frees megabytes in each step."""
 
 CORE_GROWTH_BYTES = 8 * 2**20
-"""The same for a core, whose steps allocate and free megabytes again and again."""
 
 FIRST_WAIT, LAST_WAIT = 2, 512
 """Looks without growth until the second release, and the maximum between two releases."""
@@ -33,14 +32,13 @@ def limit_free_memory() -> bool:
     """Makes glibc keep little freed memory, for a front end. Call it before any thread starts. Returns False, and
     changes nothing, with other C libraries, which lack these settings.
 
-    A front end allocates and frees bodies, texts and answers of megabytes in a dozen threads, and by default glibc:
+    A front end allocates and frees megabytes in a dozen threads, and by default glibc:
 
     - gives each thread a separate arena, up to eight per core. An arena shrinks only from its end, so each keeps its
-      peak, and a server grows for hours. Here there are `ARENAS`: most of this work holds Python's lock, so threads do
-      not compete for them.
-    - raises the size from which blocks are mapped separately, and unmapped when freed, up to 32 MiB after a block of
-      that size was freed; it also raises how much may stay free at the end of the heap. Then blocks of megabytes lie in
-      the heap between small blocks that stay. Here both sizes are fixed: `MAPPED_BYTES`, `TRIMMED_BYTES`.
+      peak, and a server grows for hours. `ARENAS` suffice: most of this work holds Python's lock.
+    - maps blocks above a size separately, and unmaps them when freed, but raises that size up to 32 MiB after freeing a
+      block of it, and with it how much stays free at the end of the heap. Then blocks of megabytes lie between small
+      blocks that stay. Here both sizes are fixed: `MAPPED_BYTES`, `TRIMMED_BYTES`.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -55,8 +53,7 @@ def limit_free_memory() -> bool:
 
 
 def release_free_memory() -> bool:
-    """Returns all free pages to the system, including those between blocks in use; takes a few milliseconds. Returns
-    False, and does nothing, if the C library is not glibc."""
+    """Returns all free pages to the system, also those between blocks in use, in a few ms. False without glibc."""
     if platform.libc_ver()[0] != "glibc":
         return False
     ctypes.CDLL(None).malloc_trim(0)
@@ -64,14 +61,9 @@ def release_free_memory() -> bool:
 
 
 class FreeMemory:
-    """Releases a process's free memory whenever it has grown, and again after `FIRST_WAIT` looks without growth, after
-    twice as many, and so on, because the cause of the growth may be over by then. Call `look` about once a second.
-
-    Without it, memory of a burst stays free between blocks that are in use: glibc itself releases only the end of the
-    heap.
-
-    **Arguments:** `growth`: bytes of growth that count.
-    """
+    """Releases a process's free memory whenever it has grown by `growth` bytes, and again after `FIRST_WAIT` looks
+    without growth, after twice as many, and so on, because the cause of the growth may be over by then. glibc itself
+    releases only the end of the heap. Call `look` about once a second."""
 
     def __init__(self, growth: int = GROWTH_BYTES) -> None:
         self._growth = growth
@@ -96,13 +88,10 @@ class FreeMemory:
 
 @contextmanager
 def releasing_free_memory(seconds: float = 1.0) -> Iterator[None]:
-    """Releases free memory now, and then every `seconds` as `FreeMemory` decides, in a thread. For a core that has
-    loaded its model.
-
-    Compilers and checkpoints leave more free memory than a small model needs, in an arena of each of their threads.
-    Unlike in a front end, arenas and block sizes stay glibc's defaults: a step uses a few blocks of megabytes, and
-    mapping each of them again would cost page faults in every step.
-    """
+    """Releases free memory now, and then every `seconds` as `FreeMemory` decides, in a thread, for a core that has
+    loaded its model: compilers and checkpoints leave more free memory than a small model needs, in an arena of each of
+    their threads. Unlike in a front end, arenas and block sizes stay glibc's defaults: a step uses a few blocks of
+    megabytes, and mapping each of them again would cost page faults in every step."""
     release_free_memory()
     memory, over = FreeMemory(CORE_GROWTH_BYTES), threading.Event()
 

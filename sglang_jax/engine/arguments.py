@@ -36,7 +36,7 @@ def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> En
 
 
 def _problem(found: Any) -> str:
-    """Formats an error of pydantic. Errors about several options name them in their message."""
+    """Formats an error of pydantic. The message of an error about several options already names them."""
     if not found["loc"]:
         return str(found["msg"]).removeprefix("Value error, ")
     where, message = ".".join(map(str, found["loc"])), str(found["msg"]).removeprefix("Value error, ")
@@ -47,8 +47,8 @@ def _problem(found: Any) -> str:
 
 
 def _canonical_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Maps options to names of fields. Warns about options without effect. Raises `ConfigError` for two names of one
-    field, and for unsupported or unknown names."""
+    """Maps options to names of fields; warns about options without effect. Raises `ConfigError` for two names of one
+    field, and for refused or unknown names."""
     fields: dict[str, Any] = {}
     for name, value in options.items():
         if name in REFUSED:

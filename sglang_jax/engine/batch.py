@@ -16,17 +16,13 @@ FLIGHTS_PER_ROW = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests, and the maximum completions in flight."""
-
     client: EngineClient
     requests: Sequence[GenerateInput]
     max_in_flight: int
 
     async def run(self) -> list[GenerateOutput]:
-        """Returns all finished outputs, in the order of the requests; n outputs for a request with n > 1.
-
-        **Raises:** the `RequestError` of the first request that fails; the others are aborted.
-        """
+        """Returns all finished outputs, in the order of the requests; n outputs for a request with n > 1. Raises the
+        `RequestError` of the first request that fails; the others are aborted."""
         results: list[list[GenerateOutput]] = [[] for _ in self.requests]
 
         async def run_one(position: int, offset: int) -> None:
@@ -36,8 +32,7 @@ class Batch:
         return [output for outputs in results for output in outputs]
 
     async def run_all(self, run_one: Callable[[int, int], Awaitable[None]]) -> None:
-        """Calls `run_one` for each request, with the request's index and the index of its first output. Raises the
-        first error; the other calls are cancelled."""
+        """Calls `run_one` with each request's index and its first output's. The first error cancels the others."""
         todo = self._positions()
 
         async def work() -> None:
@@ -52,7 +47,6 @@ class Batch:
             raise group.exceptions[0] from None
 
     def num_workers(self) -> int:
-        """Number of requests that run at once."""
         most_completions = max((request.sampling.n for request in self.requests), default=1)
         return min(len(self.requests), max(1, self.max_in_flight // most_completions))
 
@@ -65,16 +59,12 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _End:
-    """The end of the outputs. `error`: why, if a request failed."""
-
     error: Exception | None = None
 
 
 class BatchStream:
-    """The outputs of all requests of a batch as they grow: `Groups` for a `LoopThread`.
-
-    An output's `index` is its position in the result of `Batch.run`.
-    """
+    """The outputs of all requests of a batch as they grow: `GroupSource` for a `LoopThread`. An output's `index` is its
+    position in the result of `Batch.run`."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -84,10 +74,8 @@ class BatchStream:
         self._end: _End | None = None
 
     async def next(self) -> list[GenerateOutput] | None:
-        """Waits for at least one output, and returns all that are ready; None once all have ended.
-
-        **Raises:** the `RequestError` of the first request that fails; the others are aborted.
-        """
+        """Waits for at least one output, and returns all that are ready; None once all have ended. Raises the
+        `RequestError` of the first request that fails; the others are aborted."""
         if self._producer is None:
             self._producer = asyncio.create_task(self._produce())
         outputs: list[GenerateOutput] = []
@@ -102,7 +90,6 @@ class BatchStream:
         return outputs or None
 
     async def close(self) -> None:
-        """Aborts running requests."""
         if self._producer is not None:
             self._producer.cancel()
             await asyncio.wait({self._producer})

@@ -1,9 +1,6 @@
-"""The two ends of the connection between a client and its engine core.
-
-The same code serves a core in a thread (`inproc://`) and in a separate process (`ipc://` in a private folder): ZeroMQ
-carries whole messages in order, `msgspec` encodes them. Sending never blocks: queues are unbounded, because the
-requests in flight bound their content.
-"""
+"""The two ends of the connection between a client and its engine core, in a thread (`inproc://`) or in a process
+(`ipc://` in a private folder): ZeroMQ carries whole messages in order, `msgspec` encodes them. Sending never blocks:
+queues are unbounded, because the requests in flight bound their content."""
 
 from __future__ import annotations
 
@@ -32,12 +29,8 @@ LONGEST_SLEEP = 3600.0
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The first message of a core that started.
-
-    - `max_running_requests`: rows of the runner.
-    - `max_total_tokens`: tokens that the KV pool of the first cache group holds.
-    - `programs_left`: programs that it compiles while it serves.
-    """
+    """The first message of a core that started. `max_running_requests`: rows of the runner; `max_total_tokens`: tokens
+    that the KV pool of the first cache group holds; `programs_left`: programs that it compiles while it serves."""
 
     model_info: ModelInfo
     max_running_requests: int
@@ -84,10 +77,8 @@ def _to_builtin(value: object) -> object:
 
 
 class CoreChannel:
-    """The core's end: blocking, for one thread. The scheduler's loop uses `receive` and `send`.
-
-    The core reports its progress to `pulse`, which the client reads at any time.
-    """
+    """The core's end: blocking, for one thread. The scheduler's loop uses `receive` and `send`. The core reports its
+    progress to `pulse`, which the client reads at any time."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, pulse: Pulse | None = None) -> None:
         self.pulse = pulse or Pulse()
@@ -105,7 +96,6 @@ class CoreChannel:
             yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
 
     def send(self, message: Published) -> None:
-        """Queues a message and returns at once."""
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def close(self, linger_seconds: float = 1.0) -> None:
@@ -159,7 +149,6 @@ class ClientChannel:
             self._loop.call_soon(self._look)
 
     def close(self) -> None:
-        """Closes this end and drops messages that were not taken."""
         if self._loop is not None and not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
         self._socket.close(linger=0)

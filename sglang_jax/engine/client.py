@@ -45,16 +45,15 @@ class AsyncEngineClient:
         text: str,
         *,
         add_special_tokens: bool = True,
-        most_tokens: int,
+        max_tokens: int,
         param: str = "prompt",
         tenant: str = "",
         flow: str = "",
     ) -> list[int]:
-        """See `EngineClient.encode`."""
         return await self._reader.encode(
             text,
             add_special_tokens=add_special_tokens,
-            most_tokens=most_tokens,
+            max_tokens=max_tokens,
             param=param,
             tenant=tenant,
             flow=flow,
@@ -66,22 +65,18 @@ class AsyncEngineClient:
 
     @property
     def max_running_requests(self) -> int:
-        """Maximum completions that run at once, over all serving links."""
         return self.links.max_running_requests
 
     @property
     def alive(self) -> bool:
-        """Whether new requests are accepted."""
         return self.links.alive
 
     @property
     def gone(self) -> bool:
-        """See `EngineClient.gone`."""
         return self.links.gone
 
     @property
     def stats(self) -> SchedulerStats:
-        """The newest snapshot that the scheduler published; the sum over all replicas."""
         return self.links.stats
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
@@ -117,63 +112,49 @@ class AsyncEngineClient:
             del self._requests[routed.request.request_id or ""]
 
     def abort(self, request_id: str) -> None:
-        """See `EngineClient.abort`. The outputs end with the text so far and kind ABORT."""
         if request_id in self._requests:
             self._requests[request_id].abort()
             self.links.wake()
 
     def abort_all(self) -> None:
-        """Aborts all requests."""
         for request_id in list(self._requests):
             self.abort(request_id)
 
     async def open_session(self, options: SessionOptions) -> str:
-        """See `EngineClient.open_session`."""
         validation.check_session(options)
         return await self.links.open_session(options)
 
     async def close_session(self, session_id: str, owner: str) -> None:
-        """See `EngineClient.close_session`."""
         await self.links.close_session(session_id, owner)
 
     async def flush_cache(self) -> bool:
-        """See `EngineClient.flush_cache`. Covers all serving replicas."""
         return await self.links.flush_cache(idle=not self._requests)
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        """See `EngineClient.start_profile`."""
         return await self.links.start_profile(folder, steps)
 
     async def stop_profile(self) -> list[str]:
-        """See `EngineClient.stop_profile`."""
         return await self.links.stop_profile()
 
     def loads(self) -> list[ReplicaLoad]:
-        """See `EngineClient.loads`."""
         return self.links.loads()
 
     async def states(self) -> list[dict[str, object]]:
-        """See `EngineClient.states`."""
         return await self.links.states()
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """See `EngineClient.cache_reports`."""
         reports = await self.links.cache_reports()
         return [{"replica": 0, **report} for report in reports]
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
-        """See `EngineClient.drain`."""
         await self.links.drain(index, timeout)
 
     async def ended(self) -> str:
-        """Waits until the engine, or its last replica, has ended for good. Returns how it ended."""
         return await self.links.ended()
 
     async def close(self, *, drain: bool = False) -> None:
-        """Ends the engine. With `drain`, its requests finish first; otherwise they fail with `EngineDeadError`.
-
-        New requests are refused from the call on. May be called again without `drain` to cut a drain short.
-        """
+        """See `EngineClient.close`. Refuses new requests from the call on; requests that it does not let finish fail
+        with `EngineDeadError`. A second call without `drain` cuts a drain short."""
         await self.links.close(drain=drain)
         self._reader.close()
 
@@ -224,7 +205,6 @@ class AsyncEngineClient:
 
 
 def _aborted(request: GenerateInput) -> Sequence[OutputDelta]:
-    """The deltas of a request that was aborted before a link took it."""
     return [
         OutputDelta(
             index=index,

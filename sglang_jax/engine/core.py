@@ -21,23 +21,18 @@ class Core(Protocol):
     @property
     def ready(self) -> Ready: ...
 
-    def run(self) -> None:
-        """Serves the channel until it receives `Shutdown`."""
-        ...
+    def run(self) -> None: ...
 
     def close(self) -> None: ...
 
 
 CoreLoader = Callable[[EngineConfig, CoreChannel], Core]
-"""Creates a core that serves a channel. A module-level function, so that a new process can import it by name."""
+"""Creates a core that serves a channel. Must be a module-level function: a new process imports it by name."""
 
 
 def run_core(config: EngineConfig, channel: CoreChannel, load: CoreLoader) -> bool:
-    """Runs a core from start to end. Returns True if it ended on request.
-
-    This is the outermost frame of the core's thread or process: it logs all errors and reports them to the client,
-    whose requests then fail.
-    """
+    """Runs a core from start to end; True if it ended on request. The outermost frame of the core's thread or process:
+    it logs all errors and reports them to the client, whose requests then fail."""
     try:
         core = _load(config, channel, load)
         return core is not None and _serve(core, channel)

@@ -46,8 +46,8 @@ Call = OpenSession | CloseSession | FlushCache | GetState | GetCacheReport | Sta
 
 MAX_UNREAD_BYTES = 32 * 2**20
 UNREAD_SECONDS = 0.1
-"""Default of the maximum unread memory of all streams, estimated, and seconds between two checks. It leaves a slow
-reader room for hundreds of thousands of tokens."""
+"""Default of the maximum unread memory of all streams, estimated, and seconds between two checks. It leaves slow
+readers room for hundreds of thousands of tokens."""
 
 STOP_SECONDS = 5.0
 """Seconds that a core may take to stop at once."""
@@ -74,9 +74,7 @@ class CoreHandle(Protocol):
         """Where the core reports progress; None for a core that cannot be killed."""
         ...
 
-    def dump_stacks(self) -> None:
-        """Makes the core log the stacks of all its threads."""
-        ...
+    def dump_stacks(self) -> None: ...
 
     def kill(self) -> None:
         """Kills the core if possible: a process can be killed, a thread cannot."""
@@ -84,13 +82,9 @@ class CoreHandle(Protocol):
 
 
 class CoreLink:
-    """`Link` over a channel. Created by `launch.launch_core` and `launch_link`; all methods run on one event loop.
-
-    A core that hangs counts as lost, like one that died: it is killed after it had a moment to log its stacks.
-
-    **Arguments:** `resources` is closed after the core has ended; `watchdog_timeout`: see `EngineConfig`, None if the
-    core is not watched; `max_unread_bytes`: see `EngineConfig`; `build_timeout`: see `Watchdog`.
-    """
+    """`Link` over a channel; all methods run on one event loop. A core that hangs counts as lost, like one that died:
+    it is killed after it had a moment to log its stacks. `resources`: closed after the core has ended;
+    `watchdog_timeout` (None: not watched), `max_unread_bytes`: see `EngineConfig`; `build_timeout`: see `Watchdog`."""
 
     def __init__(
         self,
@@ -128,32 +122,27 @@ class CoreLink:
 
     @property
     def max_running_requests(self) -> int:
-        """Maximum completions that the engine runs at once."""
         return self._ready.max_running_requests
 
     @property
     def max_total_tokens(self) -> int:
-        """KV tokens that the engine's pool holds."""
         return self._ready.max_total_tokens
 
     @property
     def external_load(self) -> int:
-        """See `Link.external_load`. This core has no other clients."""
+        """0: this core has no other clients."""
         return 0
 
     @property
     def alive(self) -> bool:
-        """See `Link.alive`."""
         return self._end is None and not self._closing
 
     @property
     def silent_seconds(self) -> float:
-        """See `Link.silent_seconds`."""
         return 0.0 if self._watchdog is None else self._watchdog.silent_seconds
 
     @property
     def stats(self) -> SchedulerStats:
-        """See `Link.stats`."""
         return self._stats
 
     def check_alive(self) -> None:
@@ -162,7 +151,6 @@ class CoreLink:
             raise EngineDeadError(self._end or "the engine is shutting down")
 
     def submit(self, outputs: RequestOutputs) -> None:
-        """See `Link.submit`."""
         self.check_alive()
         self._requests.add(outputs)
         request = outputs.request
@@ -201,14 +189,12 @@ class CoreLink:
         return SessionTurn(turn.session_id, request.tenant, name, turn.after, turn.opening)
 
     def abort(self, outputs: RequestOutputs) -> None:
-        """See `Link.abort`."""
         for completion in outputs.completions:
             if self._completions.get(completion.wire_id) is completion:
                 completion.aborted = True
                 self._send_if_alive(AbortRequest(completion.wire_id))
 
     def release(self, outputs: RequestOutputs) -> None:
-        """See `Link.release`."""
         self.abort(outputs)
         for completion in outputs.completions:
             if self._completions.get(completion.wire_id) is completion:
@@ -216,50 +202,38 @@ class CoreLink:
         self._requests.discard(outputs)
 
     async def open_session(self, options: SessionOptions) -> None:
-        """See `Link.open_session`."""
         assert options.session_id is not None
         call = next(self._numbers)
         await self._call(OpenSession(call, options.session_id, options.owner, options.streaming, options.timeout))
 
     async def close_session(self, session_id: str, owner: str) -> None:
-        """See `Link.close_session`."""
         await self._call(CloseSession(next(self._numbers), session_id, owner))
 
     async def flush_cache(self) -> bool:
-        """See `EngineClient.flush_cache`."""
         reply = await self._call(FlushCache(next(self._numbers)))
         if not reply.ok:
             logger.info("The prefix cache was not cleared: %s", reply.message)
         return reply.ok
 
     async def start_profile(self, folder: str, steps: int | None) -> str:
-        """See `Link.start_profile`."""
         return (await self._call(StartProfile(next(self._numbers), folder, steps))).message
 
     async def stop_profile(self) -> str:
-        """See `Link.stop_profile`."""
         return (await self._call(StopProfile(next(self._numbers)))).message
 
     async def state(self) -> dict[str, object]:
-        """See `Link.state`."""
         reply = await self._call(GetState(next(self._numbers)))
         return dict(reply.state)
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """See `Link.cache_reports`."""
         reply = await self._call(GetCacheReport(next(self._numbers)))
         return [msgspec.json.decode(reply.report)]
 
     async def ended(self) -> str:
-        """See `Link.ended`."""
         await self._over.wait()
         return self._end or SHUT_DOWN
 
     async def close(self, *, drain: bool = False) -> None:
-        """Ends the core. With `drain`, its requests finish first; otherwise they fail with `EngineDeadError`.
-
-        New requests are refused from the call on. May be called again without `drain` to cut a drain short.
-        """
         self._closing = True
         if not drain:
             self._fail_in_flight(SHUT_DOWN)
@@ -267,7 +241,6 @@ class CoreLink:
         try:
             await asyncio.wait_for(asyncio.shield(self._core.ended), None if drain else STOP_SECONDS)
         except TimeoutError:
-            # A core in a thread cannot be killed; it ends after the step in flight.
             doing = "waiting for its step in flight" if self._core.pulse is None else "killing its process"
             logger.warning("The engine did not stop within %g s: %s", STOP_SECONDS, doing)
             self._core.kill()
@@ -336,7 +309,6 @@ class CoreLink:
             self._channel.send(message)
 
     async def _call(self, message: Call) -> Reply:
-        """Sends a call and waits for its reply. Raises `EngineDeadError`, or the error in the reply."""
         self.check_alive()
         waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[message.call] = waiting

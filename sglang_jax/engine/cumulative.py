@@ -1,7 +1,5 @@
-"""Outputs for callers in Python, which have everything generated so far.
-
-The engine returns deltas. Only callers that need whole outputs assemble them here, so that no other path pays for it.
-"""
+"""Outputs for callers in Python, which have everything generated so far. The engine returns deltas; outputs are
+assembled only here, so that no other path pays for it."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput,
 
 
 class CumulativeOutputs:
-    """The outputs of one request after each of its deltas. Their indices count from `first_index`."""
+    """The outputs of one request after each of its deltas. Their indices start at `first_index`."""
 
     def __init__(self, request_id: str, first_index: int = 0) -> None:
         self._request_id = request_id
@@ -52,7 +50,6 @@ class CumulativeOutputs:
 
 
 def with_request_id(request: GenerateInput) -> tuple[GenerateInput, str]:
-    """Returns the request with an id, generated if it has none, and the id."""
     if request.request_id is not None:
         return request, request.request_id
     request_id = uuid.uuid4().hex
@@ -60,10 +57,7 @@ def with_request_id(request: GenerateInput) -> tuple[GenerateInput, str]:
 
 
 async def finished_outputs(client: EngineClient, request: GenerateInput, first_index: int = 0) -> list[GenerateOutput]:
-    """Runs a request that does not stream. Returns its outputs in order.
-
-    **Raises:** what `client.generate` raises, and the error of an output that failed.
-    """
+    """Returns the outputs, in order, of a request that does not stream. Raises the error of one that failed."""
     request, request_id = with_request_id(request)
     outputs = CumulativeOutputs(request_id, first_index)
     async with aclosing(client.generate(request)) as deltas:

@@ -11,12 +11,9 @@ from sglang_jax.engine.types import StreamDecoder
 
 
 class StopStrings:
-    """Finds the first of several strings in a growing text.
-
-    Most pieces of text have no first character of a stop string, and cost one scan. In the others, each stop string is
-    searched for in the held-back text plus the new piece. For sixteen strings, that is as fast as an automaton that
-    takes a step for each character; for few strings it is faster.
-    """
+    """Finds the first of several strings in a growing text. Most pieces of text have no first character of a stop
+    string, and cost one scan. In the others, each string is searched for in the held-back text plus the new piece: for
+    sixteen strings as fast as an automaton that takes a step per character, and faster for few strings."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = sorted(strings)
@@ -45,16 +42,15 @@ class StopStrings:
 
 
 _FIRST_SIGN, _SIGNS = 0xD800, 0x800
-"""Surrogates, which no decoder returns."""
+"""The first surrogate, and their number. No decoder returns them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStops:
-    """Stop strings that name special tokens whose text is hidden. In the searched text, a *sign* stands for such a
-    token.
+    """Stop strings that contain names of special tokens whose text is hidden. In the searched text, a *sign* stands for
+    such a token: a character that no text contains.
 
-    - `signs`: signs by token id: characters that no text contains.
-    - `names`: names of the tokens, by sign.
+    - `signs`: signs by token id; `names`: names of the tokens, by sign.
     - `strings`: the client's stop strings, by the same strings with signs instead of names.
     """
 
@@ -64,8 +60,6 @@ class HiddenStops:
 
 
 class SpecialNames:
-    """Finds the names of special tokens in stop strings. `special_tokens`: ids by name."""
-
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._ids = special_tokens
         longest_first = sorted(filter(None, special_tokens), key=len, reverse=True)
@@ -91,16 +85,12 @@ _NO_HIDDEN_STOPS = HiddenStops()
 class OutputText:
     """Converts tokens to text that can be shown: without incomplete characters and parts of stop strings.
 
-    **Arguments:**
-
     - `decoder`: converts tokens to text and holds back the bytes of incomplete characters.
     - `stop`: strings that end the text; if several end at the same character, the longest counts.
-    - `stop_token_ids`: tokens that end the output; they are not part of its text.
-    - `include_stop`: the text keeps the stop string or token that ended it.
+    - `stop_token_ids`: tokens that end the output; not part of its text, unless `include_stop` (also for `stop`).
     - `markers`: tokens whose text is not searched for stop strings; text that was held back before one is released.
     - `unsearched`: the number of first tokens whose text is not searched for stop strings.
-    - `hidden`: the special tokens that `stop` names, if the decoder leaves them out, or shows only `markers`. They are
-      searched for even if they are `markers`.
+    - `hidden`: special tokens named in `stop` whose text the decoder hides; searched for even if they are `markers`.
     """
 
     def __init__(

@@ -37,7 +37,6 @@ Launcher = Callable[[EngineConfig], Awaitable[EngineClient]]
 
 
 async def _launch(config: EngineConfig) -> EngineClient:
-    """Launches one engine in this process, or replicas in separate processes."""
     return await (launch_engine(config, in_process=True) if config.dp_size == 1 else launch_engines(config))
 
 
@@ -47,16 +46,12 @@ class Engine:
     >>> with Engine(model_path="demo") as engine:
     ...     output = engine.generate("The capital of France is", SamplingParams(temperature=0))
 
-    It runs in separate threads, so it may be used from any thread, in a script, or with a running event loop
-    (in a notebook). With `dp_size` above 1, its replicas are processes, so a script needs the guard
-    `if __name__ == "__main__":` of `multiprocessing`. The engine ends at `shutdown`, at the end of a `with`
-    block, when it is garbage-collected, or at exit.
+    It may be used from any thread, in a script or with a running event loop (in a notebook). With `dp_size` above 1,
+    its replicas are processes, so a script needs the guard `if __name__ == "__main__":` of `multiprocessing`. The
+    engine ends at `shutdown`, at the end of a `with` block, when it is garbage-collected, or at exit.
 
-    **Arguments:**
-
-    - `config`, or its fields by name (see `EngineConfig`). Names of vLLM and SGLang are accepted too
-      (`sglang_jax.spellings`: `model`, `tensor_parallel_size`).
-    - `launch`: starts the engine core; for tests.
+    **Arguments:** `config`, or its fields by name (see `EngineConfig`), also by names of vLLM and SGLang
+    (`sglang_jax.spellings`: `model`, `tensor_parallel_size`). `launch`: starts the engine core; for tests.
 
     **Raises:** `ConfigError` for invalid options, `CheckpointError` for a model that cannot be loaded.
     """
@@ -72,7 +67,7 @@ class Engine:
             self._loop.close()
             raise
         self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._client)
-        # Registered with atexit, so that it runs before the handlers that the backend registered on loading.
+        # With atexit, because it must run before the handlers that the backend registered on loading.
         self._finalizer.atexit = False
         atexit.register(self._finalizer)
 
@@ -151,8 +146,8 @@ class Engine:
         - `request`: further fields of `GenerateInput`, the same for all prompts.
 
         **Returns:** one output for one prompt; for a list, a list in the same order. Prompts with n > 1 have n outputs,
-        one after the other in the list. A single prompt with n > 1 also gives a list, which its type does not say: to
-        a type checker, give a list of that one prompt.
+        one after the other in the list. A single prompt with n > 1 also gives a list, which its type does not say: to a
+        type checker, give a list of that one prompt.
 
         **Raises:** the `RequestError` of the first request that fails; all others are aborted.
         """
@@ -200,10 +195,7 @@ class Engine:
         stream: bool = False,
         **request: Unpack[RequestOptions],
     ) -> Awaitable[GenerateOutput | list[GenerateOutput]] | AsyncGenerator[GenerateOutput, None]:
-        """`generate` for asyncio: await it, or use `async for` with `stream=True`.
-
-        Cancelling the waiting task aborts the requests.
-        """
+        """`generate` for asyncio: await it, or use `async for` with `stream=True`. Cancelling aborts the requests."""
         single, batch = self._batch(prompts, sampling_params, template_of(request, stream=stream))
         if stream:
             return self._loop.iterate_async(BatchStream(batch))
@@ -241,9 +233,7 @@ class Engine:
 
         >>> engine.chat([{"role": "user", "content": "What is the capital of France?"}]).text
 
-        **Arguments:** `messages` in OpenAI's form, with `role` and `content`; the others as for `generate`.
-
-        **Returns and raises:** the same as `generate`.
+        **Arguments:** `messages` in OpenAI's form, with `role` and `content`. All else is as for `generate`.
         """
         request.setdefault("continues_text", False)
         ids = chat_ids(self.tokenizer, messages)
@@ -269,13 +259,11 @@ class Engine:
         **Arguments:**
 
         - `items`: any iterable, read while results are consumed. An item is a prompt (text or token ids), or a mapping
-          with `prompt` or `messages` and any fields of `SamplingParams` and of `request`; a `custom_id` is
-          ignored.
-        - `sampling_params`: for fields that an item leaves out; see `generate`.
+          with `prompt` or `messages` and any fields of `SamplingParams` and of `request`; a `custom_id` is ignored.
+        - `sampling_params`, `request`: for fields that an item leaves out; see `generate`.
         - `ordered`: return results in the order of the items; otherwise as they finish.
         - `reorder`: run prompts that share a prefix one after the other, so that they find it in the prefix cache.
         - `lookahead`: number of items to search for shared prefixes.
-        - `request`: further fields of `GenerateInput`, for items that leave them out.
 
         **Returns:** an iterator over results, one per item. If an item is invalid or fails, its result has the `error`.
         Leaving the iteration aborts running requests.
@@ -300,8 +288,8 @@ class Engine:
         """Opens a session: a conversation whose turns contain only the new part, and whose KV cache is kept between
         turns.
 
-        **Arguments:** `session_id`: generated if None; `timeout`: seconds without a turn
-        after which the session is closed, `session_timeout` if None.
+        **Arguments:** `session_id`: generated if None; `timeout`: seconds without a turn after which the session is
+        closed, `session_timeout` if None.
 
         **Raises:** `SessionLimitError` while `max_sessions` are open; `ParameterError` for an id that is in use.
         """
@@ -315,9 +303,8 @@ class Engine:
         return self._loop.run(self._client.flush_cache())
 
     def start_profile(self, folder: str | None = None, *, num_steps: int | None = None) -> list[str]:
-        """Starts recording a profile, for [JAX's](https://docs.jax.dev/en/latest/profiling.html) or
-        [torch's](https://docs.pytorch.org/docs/stable/profiler.html) tools. Returns the folders of the
-        profiles, one per replica.
+        """Starts recording a profile for [JAX's](https://docs.jax.dev/en/latest/profiling.html) or
+        [torch's](https://docs.pytorch.org/docs/stable/profiler.html) tools. Returns its folders, one per replica.
 
         **Arguments:** `folder`: `profile_dir` if None; `num_steps`: stop after this many steps; None: at
         `stop_profile`.

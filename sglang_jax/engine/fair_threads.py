@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Flow:
-    """The waiting work of one request. `due`: when its last piece is due on the tenant's clock."""
+    """A request's waiting work. `due`: when its last piece is due on the tenant's clock."""
 
     due: float
     waiting: int = 0
@@ -24,7 +24,7 @@ class _Flow:
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant with waiting work. `served`: work given to this tenant, at least the clock at its arrival; `clock`: when
+    """A tenant with waiting work. `served`: size of its work so far, at least the clock at its arrival; `clock`: when
     its latest piece was due among its own; `pieces`: a heap of (due, number, piece)."""
 
     served: float
@@ -46,7 +46,7 @@ class Piece:
 
 class FairOrder:
     """Orders waiting pieces of work by weighted fair queueing, first among tenants, then among a tenant's flows. A
-    piece is due when it would end if all shared the threads equally. So a small piece of a tenant without other work
+    piece is due when it would end if all shared the threads equally: a small piece of a tenant without other work
     precedes the large pieces of others, and no piece starves."""
 
     def __init__(self) -> None:
@@ -62,7 +62,6 @@ class FairOrder:
         heapq.heappush(tenant.pieces, (flow.due, next(self._numbers), piece))
 
     def get(self) -> Piece | None:
-        """Removes and returns the next piece; None if none waits."""
         if not self._tenants:
             return None
         tenant = min(self._tenants.values(), key=lambda one: one.served + one.pieces[0][2].size)
@@ -73,7 +72,6 @@ class FairOrder:
         return piece
 
     def leave(self, piece: Piece) -> None:
-        """Removes a piece whose caller has left."""
         if not piece.over:
             self._forget(piece)
 
@@ -90,11 +88,8 @@ class FairOrder:
 
 
 class FairThreads:
-    """Runs work in threads, in the order of `FairOrder`. Work whose caller has left is not started. All methods run on
-    one event loop.
-
-    **Arguments:** `rest`: after a piece, its thread is idle for `rest` times the processor time that the piece took.
-    """
+    """Runs work in threads, in the order of `FairOrder`; skips work whose caller has left. All methods run on one event
+    loop. After a piece, its thread is idle for `rest` times the processor time that the piece took."""
 
     def __init__(self, threads: int, name: str, *, rest: float = 0.0) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)

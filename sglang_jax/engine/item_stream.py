@@ -25,15 +25,12 @@ GATHER_SECONDS = 0.05
 """Seconds that the first items are held back, so that there are several to choose from even if the iterable is slow."""
 
 WINDOW_BYTES = 64 * 2**20
-"""The window counts as full once its prompts have this many bytes."""
+"""The window counts as full from this size of its prompts on."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """The result of an item: its n finished `outputs`, or an `error`.
-
-    - `index`: its position among the items, from 0; `item`: the item itself.
-    """
+    """The result of `item`, the one at `index` (from 0): its n finished `outputs`, or an `error`."""
 
     index: int
     item: Item
@@ -57,7 +54,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """Limits of a stream. `in_flight`: items that the engine has; `lookahead`: waiting items to choose from."""
+    """`in_flight`: items that the engine has; `lookahead`: waiting items to choose from."""
 
     in_flight: int
     lookahead: int
@@ -69,9 +66,7 @@ class StreamLimits:
 
 
 class ItemStream:
-    """Answers the items of an iterable. The iterable is read in the thread that iterates over the results.
-
-    **Arguments:**
+    """Answers the items of an iterable, which is read in the thread that iterates over the results.
 
     - `convert`: makes the request of an item; a `RequestError` that it raises is the item's error.
     - `ordered`: return results in the order of the items, otherwise as they finish.
@@ -101,10 +96,8 @@ class ItemStream:
         self._running: set[concurrent.futures.Future[None]] = set()
 
     def run(self, items: Iterable[Item]) -> Iterator[BatchResult]:
-        """Yields one result for each item. Leaving the iteration early aborts running requests.
-
-        **Raises:** what `items` raises; `EngineDeadError` if the engine is lost or shut down.
-        """
+        """Yields one result per item; leaving the iteration aborts running requests. Raises what `items` raises, and
+        `EngineDeadError` if the engine is lost or shut down."""
         source = enumerate(items)
         waiting: dict[int, BatchResult] = {}
         held = given = 0
@@ -189,7 +182,7 @@ class ItemStream:
 
 
 def prompt_key(request: GenerateInput) -> bytes:
-    """Returns a key. Prompts that share a prefix have keys that do. Invalid ids, refused later, have none."""
+    """Returns a key that shares a prefix with those of prompts that do. Empty for invalid ids, refused later."""
     if isinstance(request.prompt, str):
         return request.prompt.encode(errors="surrogatepass")
     try:

@@ -20,7 +20,7 @@ Sampling = SamplingParams | Mapping[str, Any]
 
 
 class RequestOptions(TypedDict, total=False):
-    """Fields of `GenerateInput` that a call sets for all prompts, or an item of a batch for itself."""
+    """Fields of `GenerateInput` that a call sets for all its prompts, or an item of a batch for itself."""
 
     return_logprob: bool
     logprob_start_len: int
@@ -64,13 +64,8 @@ def _options(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ItemConverter:
-    """Converts an item to a request. Raises `ParameterError` for an invalid item.
-
-    **Arguments:**
-
-    - `sampling`: for fields that an item leaves out.
-    - `template`: other fields of the request, for items that leave them out.
-    """
+    """Converts an item to a request. `sampling`, `template`: for fields that an item leaves out. Raises
+    `ParameterError` for an invalid item."""
 
     def __init__(
         self,

@@ -39,12 +39,8 @@ async def launch_engine(
     placement: Placement | None = None,
     load_tokenizer: TokenizerLoader | None = None,
 ) -> AsyncEngineClient:
-    """Starts an engine for the model that `config` names, and waits until it serves.
-
-    **Arguments:** see `launch_core`; `load_tokenizer`: None for the tokenizer that `config` names.
-
-    **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
-    """
+    """Starts an engine for the model that `config` names. `load_tokenizer`: None for the tokenizer that `config` names.
+    All else is as for `launch_core`."""
     return await launch_core(
         config,
         in_process=in_process,
@@ -55,16 +51,14 @@ async def launch_engine(
 
 
 def load_model(config: EngineConfig, channel: CoreChannel) -> Core:
-    """Loads the model that `config` names: a `CoreLoader`. It imports the libraries that read checkpoints. That takes
-    longer than all other imports, so the core's process does it while this one continues."""
+    """Loads the model that `config` names. Importing the libraries that read checkpoints takes longer than all other
+    imports, so the core's process does it, while this one continues."""
     from sglang_jax.engine.model_core import load_core
 
     return load_core(config, channel)
 
 
 def tokenizer_of_model(config: EngineConfig) -> TextTokenizer:
-    """Loads the tokenizer that `config` names, and imports its libraries: a `TokenizerLoader`. Raises
-    `CheckpointError`."""
     from sglang_jax.engine.model_core import load_text_tokenizer
 
     return load_text_tokenizer(config)
@@ -78,16 +72,13 @@ async def launch_core(
     load_tokenizer: TokenizerLoader,
     placement: Placement | None = None,
 ) -> AsyncEngineClient:
-    """Starts an engine core and waits until it serves.
-
-    **Arguments:**
+    """Starts an engine core and waits until it serves. `load` and `load_tokenizer` load the model and its tokenizer.
 
     - `in_process`: the core runs in a thread of this process; otherwise in a separate process, which cannot slow down
       this one's event loop, and whose end this one survives.
-    - `load`, `load_tokenizer`: load the model and its tokenizer.
     - `placement`: the core process's part of the machine, None for all of it.
 
-    **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
+    Raises `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
     """
     if in_process and config.model_impl is ModelImpl.TRANSFORMERS:
         from sglang_jax.checkpoint.tokenizer import import_tokenizers  # here: see `load_model`
@@ -108,7 +99,7 @@ async def launch_link(
 
 
 async def launch_replica_link(config: EngineConfig, placement: Placement | None) -> CoreLink:
-    """Starts an engine core for the model that `config` names in a separate process. Raises as `launch_engine` does."""
+    """Starts an engine core for the model that `config` names in a separate process."""
     return await launch_link(config, in_process=False, load=load_model, placement=placement)
 
 
@@ -164,11 +155,9 @@ async def _wait_ended(core: CoreHandle) -> None:
 
 
 async def _wait_ready(channel: ClientChannel, core: CoreHandle, timeout: float) -> Ready:
-    """Waits for the core's first message. A core that hangs and can be killed logs its stacks first.
-
-    **Raises:** `EngineDeadError` if the core ends, or is not ready after `timeout` seconds; the error with which it
-    failed to start; `ConfigError` if its script has no guard.
-    """
+    """Waits for the core's first message. A core that hangs and can be killed logs its stacks first. Raises
+    `EngineDeadError` if the core ends, or is not ready after `timeout` seconds; `ConfigError` if its script has no
+    guard; the error with which it failed to start."""
     first = asyncio.ensure_future(channel.receive_one())
     try:
         either: set[asyncio.Future[Any]] = {first, core.ended}

@@ -27,13 +27,8 @@ async def launch_engines(
     load_tokenizer: TokenizerLoader | None = None,
 ) -> AsyncEngineClient:
     """Starts `dp_size` engines behind one front end, each in a separate process. Lost engines are restarted: see
-    `restart_policy`.
-
-    **Arguments:** for tests and other cores: `launch` starts an engine on its part of the machine (None for all of it);
-    `load_tokenizer`: None for the tokenizer that `config` names.
-
-    **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if an engine failed for another reason.
-    """
+    `restart_policy`. `launch`: starts an engine on its part of the machine (None for all of it); `load_tokenizer`: None
+    for the tokenizer that `config` names. Raises as `launch_core` does."""
     load_tokenizer = load_tokenizer or tokenizer_of_model
     replicas = local_replicas(config, launch)
     if len(replicas) > 1:
@@ -54,10 +49,8 @@ async def launch_engines(
 
 
 def local_replicas(config: EngineConfig, launch: LaunchLink = launch_replica_link) -> list[Replica[Link]]:
-    """Creates this server's `dp_size` replicas without starting them. A single one gets the whole machine.
-
-    **Raises:** `ConfigError` if the machine is too small for them.
-    """
+    """Creates this server's `dp_size` replicas without starting them. A single one gets the whole machine. Raises
+    `ConfigError` if the machine is too small for them."""
     if config.dp_size > 1:
         return list(create_replicas(config, config.dp_size, launch, backoff=restart_policy(config)))
     return [Replica(0, partial(launch, config, None), backoff=restart_policy(config))]
@@ -76,7 +69,6 @@ def replicated_client(
     rows = next(one.client.max_running_requests for one in replicas if one.state is ReplicaState.SERVING)
     # A replica whose load exceeds another's by all its rows has a queue while the other has room.
     balance = Balance(absolute=min(MAX_AHEAD, rows))
-    # With one replica there is no choice, so nothing needs to be remembered.
     method = config.load_balance_method if len(replicas) > 1 else LoadBalanceMethod.ROUND_ROBIN
     router = Router(
         replicas,

@@ -1,8 +1,6 @@
-"""The interfaces between the front end and engine cores: links, and what chooses among them.
-
-A link sends requests to one core and stores the core's results in the requests' outputs. It does not handle text: the
-front end (`client.AsyncEngineClient`) checks and tokenizes requests, and the outputs convert tokens to text.
-"""
+"""The interfaces between the front end and engine cores: a link to one core, and the links of a front end. A link sends
+requests to its core and stores the results in the requests' outputs. It does not handle text: the front end
+(`client.AsyncEngineClient`) tokenizes requests, and the outputs convert tokens to text."""
 
 from __future__ import annotations
 
@@ -67,26 +65,17 @@ class Link(Protocol):
         """Opens the session `options.session_id`. Raises as `EngineClient.open_session` does."""
         ...
 
-    async def close_session(self, session_id: str, owner: str) -> None:
-        """See `EngineClient.close_session`."""
-        ...
+    async def close_session(self, session_id: str, owner: str) -> None: ...
 
-    async def flush_cache(self) -> bool:
-        """See `EngineClient.flush_cache`."""
-        ...
+    async def flush_cache(self) -> bool: ...
 
     async def start_profile(self, folder: str, steps: int | None) -> str:
-        """Starts recording a profile. Returns its folder: `folder`, or the one that a remote server uses instead.
-        `steps`: number of steps to record, None for all until `stop_profile`.
-
-        **Raises:** `ParameterError` while a profile is being recorded, or if the folder cannot be written;
-        `EngineDeadError`.
-        """
+        """Starts recording a profile of the next `steps` steps, None: of all until `stop_profile`. Returns its folder:
+        `folder`, or the one that a remote server uses instead. Raises `ParameterError` while a profile is being
+        recorded, or if the folder cannot be written; `EngineDeadError`."""
         ...
 
-    async def stop_profile(self) -> str:
-        """Stops recording. Returns the folder once written. Raises `ParameterError` without one; `EngineDeadError`."""
-        ...
+    async def stop_profile(self) -> str: ...
 
     async def state(self) -> dict[str, object]:
         """Figures of the scheduler and the runner. Raises `EngineDeadError`."""
@@ -109,8 +98,8 @@ class Link(Protocol):
 class RoutedRequest:
     """A request at the front end, and its state.
 
-    - `request`: has an id, and its prompt as token ids `[tokens]` after tokenization.
-    - `link`, `outputs`: the link that has the request, and its outputs there, or None. `index`: the link's number.
+    - `request`: has an id, and after tokenization token ids `[tokens]` as its prompt.
+    - `link`, `outputs`: the link that has the request, and its outputs there, or None; `index`: the link's number.
     - `lost`: number of cores that were lost before they started it; `full`: links whose queue had no room.
     """
 
@@ -123,7 +112,6 @@ class RoutedRequest:
     full: set[int] = field(default_factory=set)
 
     def abort(self) -> None:
-        """Aborts the request, at its link if it has one."""
         self.aborted = True
         if self.link is not None and self.outputs is not None:
             self.link.abort(self.outputs)
@@ -145,7 +133,7 @@ class Links(Protocol):
 
     @property
     def gone(self) -> bool:
-        """Whether there is no link, and never will be again."""
+        """Whether there will never be a link again."""
         ...
 
     @property
@@ -169,21 +157,17 @@ class Links(Protocol):
         ...
 
     def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, partly_read: bool) -> None:
-        """Handles the loss of the chosen link, or its full queue. Returns if the request may be sent to another link;
-        otherwise raises the error for its client. `partly_read`: the client already has some output."""
+        """Handles the loss of the chosen link, or its full queue: returns if the request may be sent to another link,
+        and raises the error for its client otherwise. `partly_read`: the client already has some output."""
         ...
 
     def wake(self) -> None:
-        """Wakes requests that wait in `choose`, because one may have been aborted."""
+        """Wakes requests that wait in `choose`, to find those that were aborted."""
         ...
 
-    async def open_session(self, options: SessionOptions) -> str:
-        """See `EngineClient.open_session`."""
-        ...
+    async def open_session(self, options: SessionOptions) -> str: ...
 
-    async def close_session(self, session_id: str, owner: str) -> None:
-        """See `EngineClient.close_session`."""
-        ...
+    async def close_session(self, session_id: str, owner: str) -> None: ...
 
     async def flush_cache(self, *, idle: bool) -> bool:
         """See `EngineClient.flush_cache`. `idle`: whether the front end has no requests."""

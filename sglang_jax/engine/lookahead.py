@@ -13,25 +13,22 @@ _BORDER_SEARCH = 32
 
 
 _Place = tuple[bytes, int]
-"""Key and number of an item, which define its position. Numbers are unique, so nothing else is compared."""
+"""Key and number of an item, which define its position; numbers are unique."""
 
 _Entry = tuple[bytes, int, int, Item]
-"""Key, number, size in bytes, and the item."""
 
 
 class Lookahead(Generic[Item]):
     """A window of waiting items. Items whose keys share a prefix are taken one after the other.
 
-    A taker sweeps through the window in the order of keys, and starts again from the front at the end. Items that
-    arrive ahead of the sweep join it; those that arrive behind it wait for the next one. This is replacement selection
-    (Knuth, The Art of Computer Programming, volume 3, section 5.4.1): the sorted runs are about twice as long as the
-    window. Equal keys are ordered by number, so the order is stable.
+    A taker sweeps through the window in the order of keys, then starts again from the front. Items that arrive ahead of
+    the sweep join it; those that arrive behind it wait for the next one. This is replacement selection (Knuth, The Art
+    of Computer Programming, volume 3, section 5.4.1): the sorted runs are about twice as long as the window. Equal keys
+    are ordered by number.
 
     With several takers, each sweeps separately. An item belongs to the taker whose last item's key shares the longest
     prefix with its own. A taker that meets an item of another taker moves to the middle of the widest range without
     takers. So a group with a shared prefix goes to one taker, unless another taker has nothing else left.
-
-    **Arguments:**
 
     - `max_items`, `max_bytes`: capacity of the window; an empty window also takes an item that is larger.
     - `reorder`: False returns items in the order of arrival.
@@ -50,7 +47,6 @@ class Lookahead(Generic[Item]):
 
     @property
     def full(self) -> bool:
-        """Whether there is no room for another item."""
         return len(self) >= self._max_items or self._bytes >= self._max_bytes
 
     def push(self, item: Item, *, key: bytes, number: int, size: int) -> None:
@@ -63,7 +59,6 @@ class Lookahead(Generic[Item]):
             self._arrived.append(entry)
 
     def take(self, taker: int = 0) -> Item | None:
-        """Removes and returns the next item for this taker; None if the window is empty."""
         if not len(self):
             return None
         entry = self._arrived.popleft() if self._arrived is not None else self._take_sorted(taker)

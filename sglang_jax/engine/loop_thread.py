@@ -15,21 +15,17 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Groups(Protocol[T_co]):
-    """Items in groups, on one event loop. Not an asynchronous generator: each item would cost a thread switch."""
+class GroupSource(Protocol[T_co]):
+    """Items in groups, on one event loop. An asynchronous generator would cost a thread switch per item."""
 
     async def next(self) -> Sequence[T_co] | None:
         """Returns the next group; None after the last."""
         ...
 
-    async def close(self) -> None:
-        """Ends the iteration early."""
-        ...
+    async def close(self) -> None: ...
 
 
 class LoopThread:
-    """Runs coroutines on a separate loop, for blocking callers and for other event loops."""
-
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
@@ -54,10 +50,9 @@ class LoopThread:
             future.cancel()
 
     async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Like `run`, for a caller on another event loop."""
         return await asyncio.wrap_future(self.submit(coroutine))
 
-    def iterate(self, groups: Groups[T]) -> Iterator[T]:
+    def iterate(self, groups: GroupSource[T]) -> Iterator[T]:
         """Yields the items of groups, at one thread switch per group. Leaving it early closes the groups."""
         iteration = _Iteration(groups)
         try:
@@ -67,8 +62,7 @@ class LoopThread:
             with suppress(EngineDeadError):  # the loop has closed them already
                 self.run(iteration.close())
 
-    async def iterate_async(self, groups: Groups[T]) -> AsyncGenerator[T, None]:
-        """Like `iterate`, for a caller on another event loop."""
+    async def iterate_async(self, groups: GroupSource[T]) -> AsyncGenerator[T, None]:
         iteration = _Iteration(groups)
         try:
             while (group := await self.run_async(iteration.next())) is not None:
@@ -95,9 +89,9 @@ class LoopThread:
 
 
 class _Iteration(Generic[T]):
-    """Steps through groups one at a time: closing waits for a cancelled step to end."""
+    """Takes groups one at a time; closing waits for a cancelled `next` to end."""
 
-    def __init__(self, groups: Groups[T]) -> None:
+    def __init__(self, groups: GroupSource[T]) -> None:
         self._groups = groups
         self._lock = asyncio.Lock()
 

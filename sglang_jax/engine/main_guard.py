@@ -1,8 +1,5 @@
-"""Checks that a spawned process can run the main script once more.
-
-`multiprocessing` sets up a spawned process by running the parent's main module, under the name `__mp_main__`. If that
-module creates an engine with separate processes, each of these would create further ones, without end.
-"""
+"""Checks that a spawned process can run the main script once more: `multiprocessing` runs the parent's main module in
+it, as `__mp_main__`. If that creates an engine with processes, each creates further ones, without end."""
 
 from __future__ import annotations
 
@@ -29,11 +26,8 @@ NO_FILE = (
 
 
 def check_main() -> None:
-    """Checks the main script before an engine starts a process.
-
-    **Raises:** `ConfigError` if the main module cannot be run once more, or is being run for that just now. In a
-    process of an engine, it ends the process at once instead, and the parent reports the error.
-    """
+    """Checks the main script before an engine starts a process. Raises `ConfigError` if it cannot be run once more, or
+    is being run for that just now. In an engine's process, exits instead; the parent reports the error."""
     main = sys.modules["__main__"]
     if _runs_once_more():
         if multiprocessing.current_process().name == CORE_NAME:

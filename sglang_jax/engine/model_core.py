@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelCore:
-    """A loaded checkpoint on a backend, with its scheduler."""
+    """`Core`: a loaded checkpoint on a backend, with its scheduler."""
 
     def __init__(
         self,
@@ -51,15 +51,12 @@ class ModelCore:
 
     @property
     def ready(self) -> Ready:
-        """Properties that the client needs before its first request."""
         return self._ready
 
     def run(self) -> None:
-        """Serves until it receives `Shutdown`. Raises what the runner raises."""
         self._loop.run()
 
     def close(self) -> None:
-        """Releases the device."""
         if self._grammars is not None:
             self._grammars.close()
         self._runner.close()
@@ -104,8 +101,8 @@ def _loading(model_path: str, begin: float) -> str:
 
 
 def load_grammars(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompiler | None:
-    """Creates the compiler of requests' grammars. None if grammars are turned off, or if the vocabulary cannot be read
-    or no token ends an output. Raises `CheckpointError` if there is no tokenizer."""
+    """Creates the compiler of requests' grammars; None if grammars are turned off, if the vocabulary cannot be read, or
+    if no token ends an output. Raises `CheckpointError` if there is no tokenizer."""
     if config.grammar_backend is GrammarLibrary.NONE:
         return None
     model = checkpoint.config
@@ -124,8 +121,7 @@ def load_grammars(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompil
 
 
 def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> GenerationDefaults:
-    """Returns the checkpoint's sampling defaults, empty if they are not to be applied. Raises `CheckpointError` for a
-    value that is invalid in a request."""
+    """Returns the checkpoint's sampling defaults, empty if turned off. Raises `CheckpointError` if one is invalid."""
     defaults = checkpoint.generation_defaults
     if config.sampling_defaults is SamplingDefaults.OPENAI or not defaults.recommended():
         return GenerationDefaults()
@@ -165,8 +161,7 @@ def tokenizer_source(config: EngineConfig) -> ModelSource:
 
 
 def warm_up(runner: Runner, *, first_only: bool = False) -> None:
-    """Builds and runs the runner's programs, with a progress bar; without a terminal, with a log line every few
-    seconds. `first_only`: see `Runner`."""
+    """Builds and runs the runner's programs, with a progress bar or log lines. `first_only`: see `Runner`."""
     if not sys.stderr.isatty():
         progress = WarmUpProgress()
         with log_every_few_seconds(progress.describe):

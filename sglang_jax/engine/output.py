@@ -19,7 +19,7 @@ TOKEN_BYTES, LOGPROB_BYTES, ALTERNATIVE_BYTES = 100, 150, 12
 """Estimated bytes of a waiting token, of its logprob, and of each alternative."""
 
 PIECE_LOGPROBS = 2048
-"""Maximum logprobs in one delta of a stream: they take about 2 ms to write."""
+"""Maximum logprobs in one delta of a stream; writing them takes about 2 ms."""
 
 _ERROR_CLASSES: dict[str, type[RequestError]] = {
     error.__name__: error
@@ -40,7 +40,7 @@ _ERROR_CLASSES: dict[str, type[RequestError]] = {
 
 
 def request_error(wire: WireError) -> RequestError:
-    """Converts a scheduler's error into the exception that it would have been here."""
+    """Converts a scheduler's error into an exception."""
     return _ERROR_CLASSES.get(wire.name, RequestError)(wire.message, param=wire.param, code=wire.code)
 
 
@@ -50,14 +50,9 @@ def logprob_bytes(request: GenerateInput) -> int:
 
 
 class Completion:
-    """One of a request's n outputs. Buffers what its link receives until the reader takes it.
-
-    Deltas are forgotten once taken. A reader that is slower than the engine gets larger deltas; the buffer never holds
-    more than the output itself.
-
-    `wire_id` is its id at the link. `aborted`: an abort was sent; the core decides how the output ended, so both sides
-    agree whether the turn of a session counts.
-    """
+    """One of a request's n outputs. Buffers what its link receives until the reader takes it: a slow reader gets larger
+    deltas, and the buffer never holds more than the output. `wire_id`: its id at the link. `aborted`: an abort was
+    sent; the core decides how the output ended, so that both sides agree whether the turn of a session counts."""
 
     def __init__(self, outputs: RequestOutputs, *, index: int, prompt_tokens: int, text: OutputText) -> None:
         self.wire_id = 0
@@ -94,7 +89,6 @@ class Completion:
         self._draft_counts = (steps + 1, before + drafts, accepted_before + accepted)
 
     def add_prompt_logprobs(self, entries: Sequence[WireLogprob]) -> None:
-        """Appends the logprobs of the next prompt positions, which all completions of the request share."""
         self.outputs.add_prompt_logprobs([pack(entry) for entry in entries])
 
     def add_logprob(self, entry: WireLogprob) -> None:
@@ -103,8 +97,8 @@ class Completion:
         self._num_logprobs += 1
 
     def push(self, token_id: int) -> bool:
-        """Adds a token. Returns True if its text completed a stop string, which ends the output immediately unless it
-        is `aborted`. Later tokens are ignored."""
+        """Adds a token, unless a stop string came before. True if its text completes one, which ends the output unless
+        `aborted`."""
         if self._text.matched is not None:
             return False
         self._new_tokens.append(token_id)
@@ -143,7 +137,6 @@ class Completion:
             self.outputs.wake()
 
     def end(self, message: Finished) -> None:
-        """Handles the scheduler's final message about this output."""
         self.cached_tokens, self.drafts = message.cached_tokens, message.drafts
         self._sampled = message.sampled
         for token_id in np.frombuffer(message.tokens, "<i4").tolist():
@@ -175,26 +168,22 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far."""
         return self._num_tokens
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to take: a new token, or the end."""
         return bool(self._new_tokens) or (self.finish is not None and not self.delivered)
 
     @property
     def unread_bytes(self) -> int:
-        """Estimated bytes that wait to be taken."""
         each = logprob_bytes(self.outputs.request)
         return TOKEN_BYTES * len(self._new_tokens) + each * len(self._new_logprobs)
 
     def forget(self) -> None:
-        """Drops the waiting output, which will not be read."""
         self._new_text, self._new_tokens, self._new_logprobs = [], [], []
 
     def take(self) -> OutputDelta:
-        """Returns the output since the last call. A delta of a stream has at most `PIECE_LOGPROBS` logprobs, because a
+        """Returns the output since the last call; of a stream, at most `PIECE_LOGPROBS` logprobs at once, because a
         slow reader may find thousands of tokens."""
         count = len(self._new_tokens)
         if self._new_logprobs and self._by_token and self.outputs.request.stream:
@@ -229,13 +218,13 @@ class Completion:
 
 
 class RequestOutputs:
-    """The outputs of one request at one link, for the one task that reads them. A streaming request's outputs are
+    """The outputs of one request at one link, for the one task that reads them. If the request streams, they are
     returned as they grow; otherwise each is returned once, finished.
 
     - `started`: the core had started the request.
     - `in_pieces`: a completion returned only part of its waiting output.
-    - `prompt_logprobs`: logprobs of the prompt, if requested. The core computes them once, for the first completion;
-      the others wait for them and share this list, which may be much larger than the outputs.
+    - `prompt_logprobs`: of the prompt, if requested. The core computes them once, for the first completion; the others
+      wait for them and share this list, which may be much larger than the outputs.
     """
 
     def __init__(self, request: GenerateInput) -> None:
@@ -244,7 +233,7 @@ class RequestOutputs:
         self.started = False
         wanted = request.return_logprob and request.logprob_start_len >= 0
         self.prompt_logprobs: PackedLogprobs | None = PackedLogprobs() if wanted else None
-        # A session's turn has one completion, which waits for no other; only its core knows how many tokens it adds.
+        # A turn has one completion, and its number of tokens is known only to its core.
         shared = wanted and request.session is None
         self._missing_prompt_logprobs = len(request.prompt) - request.logprob_start_len if shared else 0
         self._first_deltas_left = request.sampling.n
@@ -254,12 +243,10 @@ class RequestOutputs:
         self._news: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """Wakes the reader because there is something to take."""
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprob | PackedLogprob]) -> None:
-        """Appends the logprobs of the next prompt positions."""
         if (
             not self._first_deltas_left
         ):  # aborted while the prompt was computed: each completion already has what there was
@@ -270,14 +257,14 @@ class RequestOutputs:
         self.wake()
 
     def note_first_delta(self) -> None:
-        """Counts the first delta of a completion, which has the prompt's logprobs. They are freed after the last
-        completion's, because a stream may run for long."""
+        """Counts completions whose first delta, which has the prompt's logprobs, was taken. The last one frees them,
+        because a stream may run for long."""
         self._first_deltas_left -= 1
         if not self._first_deltas_left:
             self.prompt_logprobs = None
 
     def fail(self, error: RequestError) -> None:
-        """Ends the outputs with an error. The reader gets it after the buffered output, unless all had ended."""
+        """Ends the outputs with an error, raised after the buffered output unless all had ended."""
         self._failure = error
         self.wake()
 
@@ -298,14 +285,13 @@ class RequestOutputs:
         self.fail(error)
 
     def close(self) -> None:
-        """Releases the outputs after their reader has left. Cuts references in both directions, and of a raised error
-        to its frames, so that the memory is freed at once instead of at the next garbage collection."""
+        """Releases the outputs after their reader has left. Cuts references in both directions, and from a raised error
+        to its frames, so that the memory is freed at once and not at the next garbage collection."""
         self.completions = ()
         self._failure = None
 
     async def take(self) -> list[OutputDelta]:
-        """Waits for new output and returns all of it; an empty list after the last. Raises the error given to
-        `fail`."""
+        """Waits for new output and returns all of it, nothing after the last. Raises the error given to `fail`."""
         if self.in_pieces:  # lets other tasks run between two pieces
             self.in_pieces = False
             await asyncio.sleep(0)
@@ -321,7 +307,7 @@ class RequestOutputs:
             await self._news
 
     def _ready(self) -> tuple[list[OutputDelta], bool]:
-        """Returns the new deltas, and whether every output had already returned its last."""
+        """Returns the new deltas, and whether every output has already returned its last."""
         stream, ended = self.request.stream, True
         ready = []
         for completion in self.completions:

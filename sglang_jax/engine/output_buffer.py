@@ -1,8 +1,5 @@
-"""Storage that all outputs of a stream share: each output is assembled only when it is read.
-
-Each output of a stream has all text, token ids and logprobs so far. Most callers read only the new part, so copying the
-whole for each token would be wasted.
-"""
+"""Storage that all outputs of a stream share. Each output has all text, token ids and logprobs so far, but most callers
+read only the new part, so an output is assembled only when it is read."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ if TYPE_CHECKING:
 
 
 class OutputBuffer:
-    """All text, token ids and logprobs of one completion. It only grows, so an output stores only its lengths.
-
-    One thread appends while others read: a reader reads only data that was there before its output was made.
-    """
+    """All text, token ids and logprobs of one completion. It only grows, so an output stores only its lengths. One
+    thread appends while others read: a reader reads only data that was there before its output was made."""
 
     __slots__ = ("_characters", "_ids", "_joined", "_logprobs", "_pieces")
 
@@ -28,7 +23,6 @@ class OutputBuffer:
         self._logprobs: list[TokenLogprob] = []
 
     def add(self, delta: OutputDelta) -> BufferPrefix:
-        """Appends a delta. Returns the prefix that ends with it."""
         self._pieces.append(delta.text)
         self._characters += len(delta.text)
         self._ids += delta.token_ids
@@ -36,7 +30,6 @@ class OutputBuffer:
         return self, self._characters, len(self._ids), len(self._logprobs)
 
     def text(self, characters: int) -> str:
-        """The first `characters` characters."""
         text, count = self._joined
         new = self._pieces[count:]
         if new:
@@ -45,34 +38,30 @@ class OutputBuffer:
         return text[:characters]
 
     def ids(self, count: int) -> list[int]:
-        """The first `count` token ids, as a new list."""
         return self._ids[:count]
 
     def logprobs(self, count: int) -> list[TokenLogprob]:
-        """The logprobs of the first `count` tokens, as a new list."""
         return self._logprobs[:count]
 
 
 BufferPrefix = tuple[OutputBuffer, int, int, int]
-"""A prefix of a buffer: its numbers of characters, token ids and logprobs."""
+"""A buffer, and how many of its characters, token ids and logprobs belong to the prefix."""
 
 
 class LazyOutput:
     """Base of an output whose `text`, `output_ids` and `logprobs` may be left out if a prefix of a buffer is set: the
-    first read assembles them, and then the output owns them."""
+    first read of one of them assembles them, and then the output owns them."""
 
     __slots__ = ("_prefix",)
 
     _prefix: BufferPrefix
 
     def set_prefix(self, prefix: BufferPrefix) -> None:
-        """Sets the prefix from which the omitted fields are assembled."""
         self._prefix = prefix
 
     if not TYPE_CHECKING:  # otherwise type checkers accept misspelt fields
 
         def __getattr__(self, name: str) -> object:
-            """Assembles the omitted fields at the first read of one of them."""
             if name not in ("text", "output_ids", "logprobs"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             buffer, characters, ids, logprobs = self._prefix

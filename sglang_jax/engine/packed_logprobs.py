@@ -28,7 +28,6 @@ class PackedLogprob:
         self._alternatives = _layout(self._count).pack(*wire.top_logprobs, *wire.top_ids)
 
     def unpack(self) -> TokenLogprob:
-        """Returns the type that clients see."""
         values = _layout(self._count).unpack(self._alternatives)
         return TokenLogprob(
             self._token_id, self._logprob, tuple(zip(values[: self._count], values[self._count :], strict=True))
@@ -47,12 +46,11 @@ def pack(wire: WireLogprob) -> TokenLogprob | PackedLogprob:
 
 
 def unpack(one: TokenLogprob | PackedLogprob) -> TokenLogprob:
-    """Returns the type that clients see."""
     return one.unpack() if isinstance(one, PackedLogprob) else one
 
 
 class PackedLogprobs(Sequence[TokenLogprob]):
-    """The logprobs of many positions. Each is unpacked when it is read, and a large answer never as a whole."""
+    """The logprobs of many positions, each unpacked when it is read, so that a large answer is never unpacked whole."""
 
     def __init__(self, entries: Iterable[TokenLogprob | PackedLogprob] = ()) -> None:
         self._entries = list(entries)

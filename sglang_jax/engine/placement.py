@@ -29,11 +29,10 @@ _LIBTPU_PORT = 8476
 class Placement:
     """A replica's part of the machine, to be applied in its process before a backend is imported.
 
-    - `name`: its name in log lines.
-    - `device`: the kind of device, after resolving auto.
+    - `name`: its name in log lines; `device`: the kind of device, never auto.
     - `cores`: CPUs that its threads run on; empty: any.
     - `environment`: variables that restrict the driver to its devices.
-    - `memory_share`: its share of the device's memory if replicas share one: all of them on a CPU.
+    - `memory_share`: its share of memory, below 1 only for replicas on one CPU.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Placement:
     memory_share: float = 1.0
 
     def apply(self) -> None:
-        """Restricts this process to the replica's devices and cores."""
         os.environ.update(self.environment)
         if self.cores and sys.platform == "linux":
             # New threads inherit the affinity; numpy's BLAS threads have existed since its import.
@@ -62,10 +60,8 @@ class Placement:
 
 
 def place_replicas(config: EngineConfig, count: int) -> list[Placement]:
-    """Assigns devices to `count` replicas: `tp_size` GPUs or TPU chips each, by number, or equal numbers of CPU cores.
-
-    **Raises:** `ConfigError` if the machine has too few devices; the message has both numbers.
-    """
+    """Assigns `tp_size` GPUs or TPU chips, by number, or equal numbers of CPU cores to each of `count` replicas. Raises
+    `ConfigError` for too few devices, an impossible number of TPU chips, or several nodes."""
     if config.nnodes > 1:
         raise ConfigError(
             f"dp_size {count} starts replicas on this machine only, so nnodes must be 1, got {config.nnodes}: start a "
@@ -144,10 +140,8 @@ def _on_chips(tp_size: int, count: int) -> list[Placement]:
 
 
 def separate_slice(chips: int) -> Placement:
-    """Places one replica on all chips of a node of a larger slice: libtpu treats the node as a separate slice.
-
-    **Raises:** `ConfigError` for a number of chips that no node has.
-    """
+    """Places one replica on all chips of a node of a larger slice, which libtpu then treats as a separate slice. Raises
+    `ConfigError` for a number of chips that no node has."""
     if chips not in _CHIP_BOUNDS:
         raise ConfigError(f"a node has {', '.join(map(str, _CHIP_BOUNDS))} TPU chips, got {chips}")
     environment = _chip_environment([str(number) for number in range(chips)], _LIBTPU_PORT)
@@ -155,7 +149,6 @@ def separate_slice(chips: int) -> Placement:
 
 
 def _chip_environment(chips: Sequence[str], port: int) -> tuple[tuple[str, str], ...]:
-    """Environment that makes libtpu in this process a separate slice of only these chips."""
     return (
         ("TPU_VISIBLE_CHIPS", ",".join(chips)),
         ("TPU_CHIPS_PER_PROCESS_BOUNDS", _CHIP_BOUNDS[len(chips)]),

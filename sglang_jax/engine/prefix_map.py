@@ -14,14 +14,9 @@ from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, RadixT
 
 
 class PrefixMap:
-    """Prompts that were sent to one replica, in the same tree as the replica's cache, without KV.
-
-    It holds as many tokens as the replica's pool and, like the replica, evicts the least recently used first. It is
-    wrong if running requests occupy part of the replica's pool, and about outputs, which it does not see. That is good
-    enough for routing.
-
-    **Arguments:** `page_size`: tokens of a page; `capacity`: tokens to remember.
-    """
+    """Prompts that were sent to one replica, in the same tree as the replica's cache, without KV. It holds `capacity`
+    tokens, as many as the replica's pool, and like the replica evicts the least recently used first. It does not see
+    outputs, nor how much of the pool running requests occupy. That is good enough for routing."""
 
     def __init__(self, page_size: int, capacity: int) -> None:
         self._pages = _CountedPages()
@@ -30,7 +25,6 @@ class PrefixMap:
 
     @property
     def num_tokens(self) -> int:
-        """Number of remembered tokens."""
         return self._pages.evictable * self._tree.page_size
 
     def match(self, tokens: bytes, namespace: Namespace) -> int:
@@ -51,10 +45,8 @@ class PrefixMap:
 
 
 class _CountedPages(Component):
-    """A component that only counts pages: all can be evicted at any time, the least recently used leaf first.
-
-    Nodes store no value, because a node's key determines its number of pages. Locks are held only during an insert.
-    """
+    """A component that only counts pages: all can be evicted at any time, the least recently used leaf first. Nodes
+    have no value, because a node's key determines its number of pages. Locks are held only during an insert."""
 
     complete = True
 

@@ -46,7 +46,6 @@ class CoreThread:
 
     @property
     def ended(self) -> asyncio.Future[str]:
-        """See `CoreHandle.ended`."""
         return self._ended
 
     @property
@@ -72,17 +71,12 @@ class CoreThread:
 
 
 class CoreProcess:
-    """A core in a spawned process, which ends with this one. Its end is noticed at once.
+    """A core in a spawned process, which ends with this one. Its end is noticed at once. `placement`: its part of the
+    machine, None for all of it. Raises `ConfigError` if the main module cannot be run once more: see `main_guard`.
 
-    It leads a process group, so that the processes that it starts (ranks on other devices) end with it, even stopped or
-    stuck ones.
-
-    The core ignores SIGINT and SIGTERM, which a terminal or a service manager sends to the whole group: this process
-    decides what to do.
-
-    **Arguments:** `placement`: the core's part of the machine, None for all of it.
-
-    **Raises:** `ConfigError` if the main module cannot be run once more: see `main_guard`.
+    The core leads a process group, so that the processes that it starts (ranks on other devices) end with it, even
+    stopped or stuck ones. It ignores SIGINT and SIGTERM, which a terminal or a service manager sends to the whole
+    group: this process decides what to do.
     """
 
     def __init__(
@@ -106,18 +100,15 @@ class CoreProcess:
 
     @property
     def ended(self) -> asyncio.Future[str]:
-        """See `CoreHandle.ended`."""
         return self._ended
 
     @property
     def pid(self) -> int:
-        """Process id of the core."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def pulse(self) -> Pulse | None:
-        """See `CoreHandle.pulse`."""
         return self._pulse
 
     def dump_stacks(self) -> None:
@@ -129,7 +120,6 @@ class CoreProcess:
         self._signal_group(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kills the process and those that it started."""
         if not self._ended.done():
             self._signal_group(signal.SIGKILL)
             self._process.kill()  # it may not lead its group yet

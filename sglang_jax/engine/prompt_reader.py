@@ -15,18 +15,18 @@ from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
 from sglang_jax.errors import ParameterError, PromptTooLongError
 
 LONG_TEXT = 1024
-"""Texts of more characters are tokenized in a thread, so that they do not block the event loop."""
+"""Longer texts (in characters) are tokenized in a thread, so that they do not block the event loop."""
 
 SHORT_TEXT = 8192
-"""Texts of up to this many characters have separate threads, so that they do not wait for longer ones: they take a few
-milliseconds each, and one of 32,000 characters takes ten."""
+"""Texts up to this length have separate threads, so that they do not wait for longer ones: they take a few milliseconds
+each, and one of 32,000 characters takes ten."""
 
 LARGE_TEXT = 65_536
-"""Texts of more characters are tokenized one at a time, because each token takes some hundred bytes meanwhile. Their
-tokens are counted first, in pieces of this many characters."""
+"""Longer texts are tokenized one at a time, because each token takes some hundred bytes meanwhile. Their tokens are
+counted first, in pieces of this many characters."""
 
 CUT_TOKENS = 1024
-"""A cut may increase the number of tokens, but always by fewer than this."""
+"""Cutting a text may increase the number of its tokens, but always by fewer than this per cut."""
 
 TOKENIZER_THREADS = 2
 """Threads for short texts, and the same number for those that are neither short nor large."""
@@ -44,21 +44,18 @@ class PromptReader:
     @cached_property
     def opening(self) -> int:
         """The token that the tokenizer puts before texts; -1 if there is none. It may differ from the model's BOS:
-        SmolLM2's BOS starts each message of a chat, but no text."""
+        SmolLM2's starts each message of a chat, but no text."""
         plain, whole = self._tokenizer.encode("a", add_special_tokens=False), self._tokenizer.encode("a")
         return whole[0] if whole[:1] != plain[:1] else -1
 
     async def token_ids(self, request: GenerateInput, info: ModelInfo) -> NDArray[np.int32]:
-        """Returns the ids `[tokens]` of a request's prompt. Refuses a prompt that is too long before spending time on
-        it.
-
-        **Raises:** `PromptTooLongError`; `ParameterError` for unknown ids, and as `validation.check_length` does.
-        """
+        """Returns the ids `[tokens]` of a request's prompt; refuses a prompt that is too long before spending time on
+        it. Raises `PromptTooLongError`; `ParameterError` for unknown ids, and as `validation.check_length` does."""
         prompt = request.prompt
         if isinstance(prompt, str):
             validation.check_characters(len(prompt), self._tokenizer, info.context_length)
             flow = request.flow or request.request_id or ""
-            ids: Any = await self.encode(prompt, most_tokens=info.context_length, tenant=request.tenant, flow=flow)
+            ids: Any = await self.encode(prompt, max_tokens=info.context_length, tenant=request.tenant, flow=flow)
         else:
             ids = prompt
         if isinstance(ids, (Sequence, np.ndarray)) and len(ids) > 0:
@@ -70,41 +67,38 @@ class PromptReader:
         text: str,
         *,
         add_special_tokens: bool = True,
-        most_tokens: int,
+        max_tokens: int,
         param: str = "prompt",
         tenant: str = "",
         flow: str = "",
     ) -> list[int]:
-        """Returns the ids of a text of the request `flow` of a tenant, without blocking other requests.
-
-        **Raises:** `PromptTooLongError` for a large text that has clearly more than `most_tokens`. Other texts may
-        exceed it: the caller checks the result. `ParameterError` as the tokenizer does.
-        """
+        """Returns the ids of a text of the request `flow` of a tenant, without blocking other requests. Raises
+        `PromptTooLongError` for a large text that has clearly more than `max_tokens` (the caller checks the result for
+        all others), and `ParameterError` as the tokenizer does."""
         encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if len(text) <= LONG_TEXT:
             return encode()
         threads = self._for_short_texts if len(text) <= SHORT_TEXT else self._threads
         if len(text) > LARGE_TEXT:
-            threads, encode = self._for_large_texts, partial(self._encode_large, text, encode, most_tokens, param)
+            threads, encode = self._for_large_texts, partial(self._encode_large, text, encode, max_tokens, param)
         return await threads.run(encode, size=len(text), tenant=tenant, flow=flow)
 
-    def _encode_large(self, text: str, encode: partial[list[int]], most_tokens: int, param: str) -> list[int]:
+    def _encode_large(self, text: str, encode: partial[list[int]], max_tokens: int, param: str) -> list[int]:
         counted = 0
         for start in range(0, len(text), LARGE_TEXT):
             try:
                 counted += len(self._tokenizer.encode(text[start : start + LARGE_TEXT], add_special_tokens=False))
             except ParameterError:
                 return encode()  # raises with the position in the whole text
-            if counted - CUT_TOKENS * (start // LARGE_TEXT) > most_tokens:
+            if counted - CUT_TOKENS * (start // LARGE_TEXT) > max_tokens:
                 raise PromptTooLongError(
-                    f"{param} has more than {most_tokens} tokens, the limit: the first "
+                    f"{param} has more than {max_tokens} tokens, the limit: the first "
                     f"{min(start + LARGE_TEXT, len(text))} of its {len(text)} characters have about {counted}",
                     param=param,
                 )
         return encode()
 
     def close(self) -> None:
-        """Ends the threads after their current work."""
         self._for_short_texts.close()
         self._threads.close()
         self._for_large_texts.close()

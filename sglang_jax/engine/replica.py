@@ -23,15 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaEngine(Protocol):
-    """An engine as a replica sees it."""
+    async def ended(self) -> str: ...
 
-    async def ended(self) -> str:
-        """Waits until the engine has ended. Returns how it ended."""
-        ...
-
-    async def close(self, *, drain: bool = False) -> None:
-        """Ends the engine; with `drain`, after its requests have finished. May be called again."""
-        ...
+    async def close(self, *, drain: bool = False) -> None: ...
 
 
 EngineT_co = TypeVar("EngineT_co", bound=ReplicaEngine, covariant=True)
@@ -39,30 +33,26 @@ EngineT_co = TypeVar("EngineT_co", bound=ReplicaEngine, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How a lost engine is restarted. Times are in seconds.
-
-    The first restart is immediate. While engines fail within `settled`, each further one waits twice as long as the one
-    before, from `first` up to `most`.
+    """How a lost engine is restarted. Times are in seconds. The first restart is immediate. While engines fail within
+    `settled_after`, each further one waits twice as long as the one before, from `first_delay` up to `max_delay`.
 
     - `give_up`: consecutive failed starts after which the replica stops; None: never.
-    - `max_restarts`: maximum consecutive restarts of engines that fail to start or within `settled`; None: no limit.
+    - `max_restarts`: maximum consecutive restarts of engines that fail to start or within `settled_after`; None: no
+      limit.
     """
 
-    first: float = 1.0
-    most: float = 30.0
-    settled: float = 60.0
+    first_delay: float = 1.0
+    max_delay: float = 30.0
+    settled_after: float = 60.0
     give_up: int | None = 5
     max_restarts: int | None = None
 
     def delay(self, failures: int) -> float:
-        """Returns the delay before the next start, after `failures` consecutive failures."""
-        return 0.0 if failures <= 1 else float(min(self.first * 2 ** (failures - 2), self.most))
+        return 0.0 if failures <= 1 else float(min(self.first_delay * 2 ** (failures - 2), self.max_delay))
 
 
 class Replica(Generic[EngineT_co]):
     """An engine that is restarted after it was lost. All methods run on one event loop.
-
-    **Arguments:**
 
     - `start`: starts the engine and waits until it serves; called again for each restart.
     - `on_change`: called with the index after each change of `state`.
@@ -96,7 +86,6 @@ class Replica(Generic[EngineT_co]):
 
     @property
     def state(self) -> ReplicaState:
-        """The replica's current state."""
         return self._state
 
     @property
@@ -108,7 +97,7 @@ class Replica(Generic[EngineT_co]):
 
     @property
     def last_end(self) -> str:
-        """How the last engine ended, or why the last start failed; empty if neither has happened."""
+        """How the last engine ended, or why the last start failed; empty before either."""
         return self._end
 
     async def start(self) -> None:
@@ -131,9 +120,7 @@ class Replica(Generic[EngineT_co]):
 
     async def drain(self, timeout: float | None = None) -> None:
         """Lets the engine finish its requests within `timeout` seconds, starts a new one, and waits until it serves.
-
-        **Raises:** `EngineDeadError` if the replica does not serve, or if no new engine could be started.
-        """
+        Raises `EngineDeadError` if the replica does not serve, or if no new engine could be started."""
         if self._state is not ReplicaState.SERVING:
             raise EngineDeadError(f"replica {self.index} is {self._state}: only a serving replica can be drained")
         client = self.client
@@ -183,7 +170,7 @@ class Replica(Generic[EngineT_co]):
             self._set_state(ReplicaState.STARTING)
         else:
             self._end = reason
-            if self._clock() - begin >= self._backoff.settled:
+            if self._clock() - begin >= self._backoff.settled_after:
                 self._failures = self._restarts_in_a_row = 0
             self._failures += 1
             self._set_state(ReplicaState.DEAD)
@@ -213,7 +200,7 @@ class Replica(Generic[EngineT_co]):
                 logger.info("Replica %d serves", self.index)
 
     async def _may_start_again(self, what: str, failures: int) -> bool:
-        """Waits for the delay before the next start. False if the replica stops instead."""
+        """Waits for the delay before the next start; False if the replica stops instead."""
         if self._restarts_in_a_row == self._backoff.max_restarts:
             self._give_up(f"it was restarted {self._restarts_in_a_row} times in a row")
             return False
@@ -242,12 +229,7 @@ LaunchReplica = Callable[[EngineConfig, Placement], Awaitable[AsyncEngineClient]
 async def launch_replicas(
     config: EngineConfig, count: int, *, launch: LaunchReplica | None = None, backoff: Backoff | None = None
 ) -> list[Replica[AsyncEngineClient]]:
-    """Starts replicas that each have their own front end, for callers that distribute requests themselves.
-
-    **Arguments:** `launch`: for tests and other cores.
-
-    **Raises:** see `start_replicas`.
-    """
+    """Like `start_replicas`, with a front end per replica, for callers that distribute requests themselves."""
     return await start_replicas(config, count, launch or _launcher(), backoff=backoff)
 
 
@@ -259,13 +241,8 @@ async def start_replicas(
     backoff: Backoff | None = None,
 ) -> list[Replica[EngineT_co]]:
     """Starts `count` engines of the same model, each in a separate process on its own part of the machine, and waits
-    until all of them serve.
-
-    **Arguments:** `launch`: starts an engine, or a link to one, from a replica's options and placement.
-
-    **Raises:** `ConfigError` if the machine is too small for them, and what `launch` raises; then no engine is left
-    running.
-    """
+    until all serve. `launch`: starts an engine, or a link to one, from a replica's options and placement. Raises
+    `ConfigError` if the machine is too small for them, and what `launch` raises; then no engine is left running."""
     replicas = create_replicas(config, count, launch, backoff=backoff)
     await start_all(replicas)
     return replicas
@@ -302,7 +279,6 @@ async def start_all(replicas: Sequence[Replica[EngineT_co]]) -> None:
 
 
 async def close_replicas(replicas: Sequence[Replica[EngineT_co]], *, drain: bool = False) -> None:
-    """Ends all replicas concurrently."""
     await asyncio.gather(*(replica.close(drain=drain) for replica in replicas))
 
 
@@ -317,10 +293,7 @@ def _launcher() -> LaunchReplica:
 
 
 class SharedTokenizer:
-    """Loads a tokenizer once, for callers on any thread.
-
-    **Arguments:** `load`: loads it; None for the tokenizer that the options name.
-    """
+    """Loads a tokenizer once, for callers on any thread, with `load` (None for the tokenizer that the options name)."""
 
     def __init__(self, load: TokenizerLoader | None = None) -> None:
         self._load = load or tokenizer_of_model
@@ -328,7 +301,6 @@ class SharedTokenizer:
         self._lock = threading.Lock()
 
     def __call__(self, config: EngineConfig) -> TextTokenizer:
-        """See `TokenizerLoader`."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._load(config)

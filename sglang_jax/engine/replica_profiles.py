@@ -12,16 +12,12 @@ from sglang_jax.errors import EngineDeadError, ParameterError, ReplicaLostError,
 
 logger = logging.getLogger(__name__)
 
-Serving = Sequence[Replica[Link]]
-"""Serving replicas."""
+ServingReplicas = Sequence[Replica[Link]]
 
 
-async def start_profiles(serving: Serving, folders: Sequence[str], steps: int | None) -> list[str]:
-    """Makes each replica record to its own entry of `folders`. Returns the folders of the profiles.
-
-    **Raises:** `ParameterError` or `ReplicaLostError` with the message of the first replica that failed; those that
-    started are stopped.
-    """
+async def start_profiles(serving: ServingReplicas, folders: Sequence[str], steps: int | None) -> list[str]:
+    """Makes each replica record to its own entry of `folders`. Returns the folders of the profiles. Raises the error of
+    the first replica that failed, as `ParameterError` or `ReplicaLostError`; replicas that had started are stopped."""
     own = dict(zip(serving, folders, strict=True))
     started, failed = await _each(serving, lambda replica: replica.client.start_profile(own[replica], steps))
     if failed:
@@ -32,12 +28,9 @@ async def start_profiles(serving: Serving, folders: Sequence[str], steps: int | 
     return started
 
 
-async def stop_profiles(serving: Serving) -> list[str]:
-    """Stops recording on all replicas. Returns the folders of the profiles.
-
-    **Raises:** `ParameterError` or `ReplicaLostError` with the message of the first replica that wrote no profile, and
-    the folders of those that did.
-    """
+async def stop_profiles(serving: ServingReplicas) -> list[str]:
+    """Stops recording on all replicas. Returns the folders of the profiles. Raises the error of the first replica that
+    wrote no profile, as `ParameterError` or `ReplicaLostError`; its message lists the folders of the others."""
     written, failed = await _each(serving, _stop)
     if failed:
         raise _first(failed, f"others wrote {', '.join(written)}" if written else "the others wrote none")
@@ -49,9 +42,8 @@ def _stop(replica: Replica[Link]) -> Awaitable[str]:
 
 
 async def _each(
-    serving: Serving, ask: Callable[[Replica[Link]], Awaitable[str]]
+    serving: ServingReplicas, ask: Callable[[Replica[Link]], Awaitable[str]]
 ) -> tuple[list[str], dict[Replica[Link], RequestError]]:
-    """Calls `ask` for each replica. Returns the answers, and the errors of those that failed."""
     answers = await asyncio.gather(*(ask(replica) for replica in serving), return_exceptions=True)
     folders: list[str] = []
     failed: dict[Replica[Link], RequestError] = {}

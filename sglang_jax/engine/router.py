@@ -38,7 +38,7 @@ from sglang_jax.scheduler.request_builder import arrival_seed
 logger = logging.getLogger(__name__)
 
 MAX_REROUTES = 3
-"""Maximum reroutes of a request after its replica was lost. It bounds the engines that a harmful request can kill."""
+"""Maximum reroutes of a request after replicas were lost: bounds the engines that a harmful request can kill."""
 
 STATE_SECONDS = 10.0
 """Seconds that a replica may take to report its figures, which it does between two steps."""
@@ -49,18 +49,15 @@ class Router:
 
     If a replica is lost, its unstarted requests go to another replica, or to the same one after its restart. Its
     running requests fail, with `ReplicaLostError` if there are other replicas. A request that a full queue refused goes
-    to another replica. While no replica serves, but one is starting, requests wait.
+    to another replica. While no replica serves, but one is starting, requests wait, `max_waiting` at most.
 
     Requests without a seed get one here, by order of arrival, so that their samples do not depend on the replica.
 
     A session belongs to one replica and is lost with it. `session_home` computes the replica from the session's id, so
     the router stores nothing about sessions.
 
-    **Arguments:**
-
     - `replicas`: at least one serves.
     - `policy`: chooses the replica of a request without a `routing_key`.
-    - `max_waiting`: maximum requests that wait while no replica serves; None: no limit.
     - `addresses`: HOST:PORT of each replica, empty for engines of this server; may be left out if all are.
     """
 
@@ -95,26 +92,21 @@ class Router:
 
     @property
     def max_running_requests(self) -> int:
-        """Maximum completions that run at once, over all serving replicas."""
         return sum(replica.client.max_running_requests for replica in self._serving())
 
     @property
     def alive(self) -> bool:
-        """Whether a replica serves."""
         return bool(self._serving())
 
     @property
     def gone(self) -> bool:
-        """Whether all replicas are stopped: closed, or not restarted any more."""
         return all(replica.state is ReplicaState.STOPPED for replica in self.replicas)
 
     @property
     def stats(self) -> SchedulerStats:
-        """The sum of the replicas' newest snapshots."""
         return total_stats([load.stats for load in self.loads()])
 
     def loads(self) -> list[ReplicaLoad]:
-        """See `EngineClient.loads`."""
         return [self._load(replica) for replica in self.replicas]
 
     @property
@@ -123,7 +115,7 @@ class Router:
         return self._num_waiting
 
     def admit(self, request: GenerateInput) -> GenerateInput:
-        """See `Links.admit`. Adds a seed if the request has none."""
+        """Adds a seed to a request without one."""
         sampling = request.sampling
         first = self._arrivals + 1
         self._arrivals += sampling.n
@@ -133,9 +125,8 @@ class Router:
         return dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=seed))
 
     async def choose(self, routed: RoutedRequest) -> Link | None:
-        """See `Links.choose`."""
         if routed.request.session is not None:
-            return self._home_of_turn(routed, routed.request.session)
+            return self._choose_for_turn(routed, routed.request.session)
         while not routed.aborted:
             serving = self._serving()
             if candidates := [one for one in serving if one.index not in routed.full]:
@@ -145,7 +136,7 @@ class Router:
             await self._wait_for_replica()
         return None
 
-    def _home_of_turn(self, routed: RoutedRequest, turn: SessionTurnInput) -> Link | None:
+    def _choose_for_turn(self, routed: RoutedRequest, turn: SessionTurnInput) -> Link | None:
         if routed.aborted:
             return None
         home = self._home(turn.session_id)
@@ -163,7 +154,7 @@ class Router:
         return home.client
 
     def _home(self, session_id: str) -> Replica[Link] | None:
-        """The replica of a session; None if it does not serve."""
+        """Returns the replica of a session; None if it does not serve."""
         index = session_home(session_id, len(self.replicas))
         return next((one for one in self._serving() if one.index == index), None)
 
@@ -188,7 +179,6 @@ class Router:
         return made_up
 
     async def close_session(self, session_id: str, owner: str) -> None:
-        """See `Links.close_session`."""
         home = self._home(session_id)
         if home is None:
             raise SessionNotFoundError(
@@ -197,16 +187,13 @@ class Router:
         await home.client.close_session(session_id, owner)
 
     def leave(self, routed: RoutedRequest) -> None:
-        """See `Links.leave`."""
         self._in_flight[routed.index] -= routed.request.sampling.n
 
     def check_first(self, delta: OutputDelta) -> None:
-        """See `Links.check_first`."""
         if delta.finish is not None and isinstance(delta.finish.error, QueueFullError):
             raise delta.finish.error
 
     def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, partly_read: bool) -> None:
-        """See `Links.failed`."""
         if isinstance(error, QueueFullError):
             routed.full.add(routed.index)
             if partly_read:
@@ -218,7 +205,7 @@ class Router:
         logger.info("Rerouted a request that replica %d had not started", routed.index)
 
     def _client_error(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
-        """The error that a lost request's client gets. With other replicas, it says to send the request again."""
+        """Returns the error for a lost request's client, which says to send it again if there are other replicas."""
         if self._is_single:
             return EngineDeadError(f"{error.message}; it was running the request", started=True)
         return ReplicaLostError(
@@ -226,12 +213,10 @@ class Router:
         )
 
     def wake(self) -> None:
-        """See `Links.wake`."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def flush_cache(self, *, idle: bool) -> bool:
-        """See `EngineClient.flush_cache`. Clears the caches of all serving replicas."""
         if not idle:
             return False
         serving = self._serving()
@@ -249,16 +234,13 @@ class Router:
         return await start_profiles(serving, [f"{folder}/replica-{one.index}" for one in serving], steps)
 
     async def stop_profile(self) -> list[str]:
-        """See `EngineClient.stop_profile`."""
         serving = self._some_serving()
         return [await serving[0].client.stop_profile()] if self._is_single else await stop_profiles(serving)
 
     async def states(self) -> list[dict[str, object]]:
-        """See `EngineClient.states`. Of a replica that does not serve, only the state is known."""
         return await asyncio.gather(*(self._state(replica) for replica in self.replicas))
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """See `EngineClient.cache_reports`. Covers the serving replicas."""
         serving = self._serving()
         reports = await asyncio.gather(*(replica.client.cache_reports() for replica in serving))
         return [
@@ -268,12 +250,9 @@ class Router:
         ]
 
     async def drain(self, index: int | None, timeout: float | None = None) -> None:
-        """Drains and restarts one replica, or all one after the other. Each gets `timeout` seconds to finish its
-        requests; meanwhile others take new ones.
-
-        **Raises:** `ParameterError` if there is no such replica, if it does not serve, or if another is draining;
-        `EngineDeadError` if a replica does not come back, and then the replicas after it are not drained.
-        """
+        """See `EngineClient.drain`. Raises `ParameterError` if there is no such replica, if it is a separate server or
+        does not serve, or during another drain; `EngineDeadError` if a replica does not come back, and then the
+        replicas after it are not drained."""
         if index is not None and not 0 <= index < len(self.replicas):
             raise ParameterError(f"replica must be from 0 to {len(self.replicas) - 1}, got {index}", param="replica")
         todo = self.replicas if index is None else [self.replicas[index]]
@@ -298,13 +277,11 @@ class Router:
             self._draining = False
 
     async def ended(self) -> str:
-        """See `Links.ended`."""
         while not self.gone:
             await self._changed.wait()
         return self._reasons()
 
     async def close(self, *, drain: bool) -> None:
-        """Ends all replicas; with `drain`, after their requests have finished."""
         await close_replicas(self.replicas, drain=drain)
 
     async def _wait_for_replica(self) -> None:
@@ -344,7 +321,7 @@ class Router:
         routed.index = index
 
     def _serving(self) -> list[Replica[Link]]:
-        """The serving replicas. `alive` is checked because a lost engine's replica learns of it later."""
+        """The serving replicas. `alive` is checked because a replica learns later that its engine is lost."""
         return [one for one in self.replicas if one.state is ReplicaState.SERVING and one.client.alive]
 
     def _some_serving(self) -> list[Replica[Link]]:
@@ -386,11 +363,10 @@ class Router:
 
 
 _MEANS: dict[str, Callable[[Sequence[float]], float]] = {"new_token_reserve": lambda values: sum(values) / len(values)}
-"""Figures that are not summed over schedulers, and how they are combined."""
+"""Figures that are combined in another way than by their sum."""
 
 
 def total_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Combines the figures of several schedulers."""
     values = [msgspec.structs.asdict(one) for one in stats]
     lists = ("groups", "experts")
     figures = {name: _MEANS.get(name, sum)([one[name] for one in values]) for name in values[0] if name not in lists}
@@ -398,7 +374,7 @@ def total_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
 
 
 def _total_groups(stats: Sequence[SchedulerStats]) -> list[GroupUsage]:
-    """Sums the pools of all replicas by name. Replicas that have not reported yet have none."""
+    """Sums the pools of all replicas by name."""
     totals: dict[str, GroupUsage] = {}
     for group in (group for one in stats for group in one.groups):
         so_far = totals.get(group.name, GroupUsage(group.name, 0, 0))

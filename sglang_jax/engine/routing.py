@@ -37,17 +37,13 @@ class RoutingPolicy(Protocol):
 
 
 class RoundRobin:
-    """Chooses the replicas in rotation."""
-
     def __init__(self) -> None:
         self._last = -1
 
     def choose(self, tokens: bytes, namespace: Namespace, candidates: Sequence[Candidate]) -> int:
-        """See `RoutingPolicy.choose`."""
         return _next_after(self._last, candidates)
 
     def note_sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
-        """See `RoutingPolicy.note_sent`."""
         self._last = index
 
     def reset(self, index: int, capacity: int) -> None:
@@ -61,12 +57,10 @@ class LeastLoaded:
         self._last = -1
 
     def choose(self, tokens: bytes, namespace: Namespace, candidates: Sequence[Candidate]) -> int:
-        """See `RoutingPolicy.choose`."""
         least = min(candidate.load for candidate in candidates)
         return _next_after(self._last, [candidate for candidate in candidates if candidate.load == least])
 
     def note_sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
-        """See `RoutingPolicy.note_sent`."""
         self._last = index
 
     def reset(self, index: int, capacity: int) -> None:
@@ -79,8 +73,7 @@ MAX_AHEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """When a cached prefix decides, and when loads are too uneven for that. The rule and its defaults are those of
-    SGLang's router.
+    """When a cached prefix decides, and when loads are too uneven for that; rule and defaults of SGLang's router.
 
     - `min_share`: a match counts if it is more than this share of the prompt.
     - `absolute`, `relative`: loads are uneven if the largest is more than `absolute` above the smallest, and more than
@@ -92,17 +85,14 @@ class Balance:
     relative: float = 1.5
 
     def uneven(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether the loads are so uneven that requests may wait at one replica while another has room."""
+        """Whether requests may wait at one replica while another has room."""
         loads = [candidate.load for candidate in candidates]
         return max(loads) - min(loads) > self.absolute and max(loads) > self.relative * min(loads)
 
 
 class CacheAware:
-    """Chooses the replica with the longest cached prefix of the prompt; the least loaded one if no match is long
-    enough, or if loads are uneven.
-
-    A `PrefixMap` of the prompts sent to a replica estimates what its cache holds.
-    """
+    """Chooses the replica with the longest cached prefix of the prompt, as estimated by a `PrefixMap` of the prompts
+    sent to each; the least loaded one if no match is long enough, or if loads are uneven."""
 
     def __init__(self, page_size: int, balance: Balance) -> None:
         self._page_size = page_size
@@ -110,7 +100,6 @@ class CacheAware:
         self._maps: dict[int, PrefixMap] = {}
 
     def choose(self, tokens: bytes, namespace: Namespace, candidates: Sequence[Candidate]) -> int:
-        """See `RoutingPolicy.choose`."""
         if not self._balance.uneven(candidates):
             matches = {one.index: self._maps[one.index].match(tokens, namespace) for one in candidates}
             longest = max(matches.values())
@@ -119,11 +108,9 @@ class CacheAware:
         return self._least(candidates)
 
     def note_sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
-        """See `RoutingPolicy.note_sent`."""
         self._maps[index].add(tokens, namespace)
 
     def reset(self, index: int, capacity: int) -> None:
-        """See `RoutingPolicy.reset`."""
         self._maps[index] = PrefixMap(self._page_size, capacity)
 
     def _least(self, candidates: Sequence[Candidate]) -> int:
@@ -143,11 +130,8 @@ def create_policy(method: LoadBalanceMethod, page_size: int, balance: Balance) -
 
 
 def sticky_choice(routing_key: str, candidates: Sequence[Candidate]) -> int:
-    """Returns the replica of a key: always the same while it is among the candidates. While it is not, its keys are
-    spread over the others, whose own keys stay.
-
-    Rendezvous hashing (Thaler and Ravishankar 1998).
-    """
+    """Returns the replica of a key: always the same while it is a candidate; meanwhile, keys of other replicas stay
+    where they are. Rendezvous hashing (Thaler and Ravishankar 1998)."""
 
     def weight(candidate: Candidate) -> bytes:
         return hashlib.blake2b(routing_key.encode(), digest_size=8, salt=candidate.index.to_bytes(8, "little")).digest()
@@ -156,7 +140,7 @@ def sticky_choice(routing_key: str, candidates: Sequence[Candidate]) -> int:
 
 
 def session_home(session_id: str, replicas: int) -> int:
-    """Returns the replica of a session, whether it serves or not. All routers compute the same one."""
+    """Returns the replica of a session, whether it serves or not; the same in all routers."""
     return sticky_choice(session_id, [Candidate(index, 0) for index in range(replicas)])
 
 

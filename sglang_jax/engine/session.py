@@ -13,7 +13,7 @@ from sglang_jax.engine.items import Prompt, RequestOptions, Sampling
 from sglang_jax.engine.types import GenerateInput, GenerateOutput, SessionTurnInput
 from sglang_jax.errors import EngineDeadError, SessionNotFoundError
 
-Run = Callable[[Prompt, Sampling | None, GenerateInput], GenerateOutput | Iterator[GenerateOutput]]
+RunTurn = Callable[[Prompt, Sampling | None, GenerateInput], GenerateOutput | Iterator[GenerateOutput]]
 """Completes one prompt. The last argument has the other fields of the request."""
 
 
@@ -31,7 +31,7 @@ class Session:
     **Arguments:** `session_id`: the engine's id of the session; `run`, `close`: the engine's functions for it.
     """
 
-    def __init__(self, session_id: str, run: Run, close: Callable[[], None]) -> None:
+    def __init__(self, session_id: str, run: RunTurn, close: Callable[[], None]) -> None:
         self.id = session_id
         self._run = run
         self._close = close
@@ -66,10 +66,8 @@ class Session:
         **request: Unpack[RequestOptions],
     ) -> GenerateOutput | Iterator[GenerateOutput]:
         """Runs the next turn. `prompt`: text or token ids to append to the session. Otherwise like `Engine.generate`.
-
-        **Raises:** `SessionBusyError` while a turn runs, `SessionNotFoundError` once the session is closed or has timed
-        out, and whatever `Engine.generate` does.
-        """
+        Raises `SessionBusyError` while a turn runs, `SessionNotFoundError` once the session is closed or has timed out,
+        and what `Engine.generate` raises."""
         template = dataclasses.replace(template_of(request, stream=stream), session=SessionTurnInput(self.id))
         return self._run(prompt, sampling_params, template)
 

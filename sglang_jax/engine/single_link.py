@@ -27,36 +27,30 @@ class SingleLink:
 
     @property
     def model_info(self) -> ModelInfo:
-        """See `Link.model_info`."""
         return self._link.model_info
 
     @property
     def max_running_requests(self) -> int:
-        """See `Link.max_running_requests`."""
         return self._link.max_running_requests
 
     @property
     def alive(self) -> bool:
-        """See `Link.alive`."""
         return self._link.alive
 
     @property
     def gone(self) -> bool:
-        """See `Links.gone`. The engine is not restarted."""
+        """The engine is not restarted."""
         return not self.alive
 
     @property
     def stats(self) -> SchedulerStats:
-        """See `Link.stats`."""
         return self._link.stats
 
     def admit(self, request: GenerateInput) -> GenerateInput:
-        """See `Links.admit`."""
         self._link.check_alive()
         return request
 
     async def choose(self, routed: RoutedRequest) -> Link | None:
-        """See `Links.choose`."""
         return None if routed.aborted else self._link
 
     def leave(self, routed: RoutedRequest) -> None:
@@ -73,13 +67,11 @@ class SingleLink:
         """Does nothing: no request waits in `choose`."""
 
     async def open_session(self, options: SessionOptions) -> str:
-        """See `Links.open_session`."""
         session_id = options.session_id or uuid.uuid4().hex
         await self._link.open_session(replace(options, session_id=session_id))
         return session_id
 
     async def close_session(self, session_id: str, owner: str) -> None:
-        """See `Links.close_session`."""
         await self._link.close_session(session_id, owner)
 
     async def flush_cache(self, *, idle: bool) -> bool:
@@ -87,7 +79,6 @@ class SingleLink:
         return await self._link.flush_cache()
 
     def loads(self) -> list[ReplicaLoad]:
-        """See `EngineClient.loads`."""
         return [
             ReplicaLoad(
                 index=0,
@@ -100,32 +91,25 @@ class SingleLink:
         ]
 
     async def states(self) -> list[dict[str, object]]:
-        """See `EngineClient.states`."""
         return [await self._link.state()]
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """See `EngineClient.cache_reports`."""
         return await self._link.cache_reports()
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        """See `EngineClient.start_profile`."""
         return [await self._link.start_profile(folder, steps)]
 
     async def stop_profile(self) -> list[str]:
-        """See `EngineClient.stop_profile`."""
         return [await self._link.stop_profile()]
 
     async def drain(self, index: int | None, timeout: float | None) -> None:
-        """See `EngineClient.drain`."""
         raise ParameterError(
             "the only engine cannot be restarted while it serves; that needs dp_size 2 or more",
             param="replica",
         )
 
     async def ended(self) -> str:
-        """See `Link.ended`."""
         return await self._link.ended()
 
     async def close(self, *, drain: bool) -> None:
-        """See `Link.close`."""
         await self._link.close(drain=drain)

@@ -15,8 +15,7 @@ SECONDS_BETWEEN_LINES = 4.0
 
 @contextmanager
 def log_every_few_seconds(describe: Callable[[], str]) -> Iterator[None]:
-    """Logs the result of `describe` every `SECONDS_BETWEEN_LINES` while the block runs, even if one call in it takes
-    longer. `describe` is called on another thread."""
+    """Logs `describe()`, called on another thread, every `SECONDS_BETWEEN_LINES` until the block ends."""
     over = threading.Event()
 
     def say() -> None:
@@ -33,7 +32,7 @@ def log_every_few_seconds(describe: Callable[[], str]) -> Iterator[None]:
 
 
 class WarmUpProgress:
-    """Progress of a warm-up. `Runner.warm_up` calls it as its `progress`."""
+    """The `progress` of `Runner.warm_up`."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()

@@ -20,13 +20,8 @@ from sglang_jax.scheduler.messages import DraftCounts, SchedulerStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """Options of a new session.
-
-    - `session_id`: generated if None.
-    - `owner`: the only tenant that may use it.
-    - `streaming`: turns may leave out `after`.
-    - `timeout`: seconds without a turn after which it is closed; None: the default.
-    """
+    """Options of a new session. `session_id`: generated if None; `owner`: the only tenant that may use it; `streaming`:
+    turns may leave out `after`; `timeout`: seconds without a turn after which it is closed; None: the default."""
 
     session_id: str | None = None
     owner: str = ""
@@ -149,13 +144,9 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class GenerateOutput(LazyOutput):
-    """State of one completion, for callers in Python. In a stream, each output has everything generated so far, and
-    the part that is new since the previous output.
-
-    The concatenated `delta_*` of a stream equal the final `text`, `output_ids` and `logprobs`. In a stream, these three
-    are assembled when one of them is first read, at a cost proportional to their length; reading only `delta_*` avoids
-    that.
-    """
+    """State of one completion, for callers in Python. In a stream, each output has everything generated so far, and the
+    part that is new since the previous output: the concatenated `delta_*` equal the final `text`, `output_ids` and
+    `logprobs`. These three are assembled when one of them is first read, at a cost proportional to their length."""
 
     request_id: str
     index: int
@@ -201,7 +192,7 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """One replica, as operators see it. An engine without replicas is reported as one.
+    """One replica, as operators see it.
 
     - `max_running_requests`, `max_total_tokens`: its rows and KV tokens; 0 while it has no engine.
     - `address`: HOST:PORT of a remote server, else empty.
@@ -226,9 +217,7 @@ class ReplicaLoad:
 class StreamDecoder(Protocol):
     """Turns the tokens of one output into text. An incomplete character is held back, not returned as U+FFFD."""
 
-    def push(self, token_id: int) -> str:
-        """Returns the text that this token completed; may be empty."""
-        ...
+    def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
         """Returns the text that was held back, after the output has ended."""
@@ -319,13 +308,13 @@ class EngineClient(Protocol):
         text: str,
         *,
         add_special_tokens: bool,
-        most_tokens: int,
+        max_tokens: int,
         param: str,
         tenant: str = "",
         flow: str = "",
     ) -> list[int]:
         """Returns the token ids of a text without blocking other requests. Tenants and their flows (see
-        `GenerateInput`) take turns. Raises `PromptTooLongError` for a large text of more than `most_tokens`."""
+        `GenerateInput`) take turns. Raises `PromptTooLongError` for a large text of more than `max_tokens`."""
         ...
 
     @property
@@ -352,22 +341,18 @@ class EngineClient(Protocol):
         ...
 
     def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
-        """Validates, then yields deltas; without `stream`, one finished delta for each of the n completions.
-
-        Closing the generator early aborts the request. **Raises** `RequestError` (before the first output for bad
-        input; `EngineDeadError` at any time).
-        """
+        """Validates, then yields deltas; without `stream`, one finished delta for each of the n completions. Closing
+        the generator aborts the request. Raises `RequestError` for bad input, and `EngineDeadError` at any time."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ends a request and all its completions; unknown ids are ignored."""
+        """Ends a request; its outputs end with the text so far and kind ABORT. Unknown ids are ignored."""
         ...
 
     def abort_all(self) -> None: ...
 
     async def open_session(self, options: SessionOptions) -> str:
-        """Opens a session and returns its id. Raises `RequestError`: `SessionLimitError`, `ParameterError` for an id
-        that is in use, `EngineDeadError`."""
+        """Opens a session and returns its id. Raises `SessionLimitError`, `EngineDeadError`, `ParameterError`."""
         ...
 
     async def close_session(self, session_id: str, owner: str) -> None:
@@ -375,18 +360,16 @@ class EngineClient(Protocol):
         ...
 
     async def flush_cache(self) -> bool:
-        """Clears the prefix cache. Returns False, and does nothing, while requests are running or queued."""
+        """Clears the prefix caches of all serving replicas; False, and nothing cleared, while requests run or queue."""
         ...
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
         """Makes each serving replica record its next `steps` steps; None: all until `stop_profile`. Returns the
-        folders. Raises `ParameterError` during a recording, or for a folder that cannot be written;
-        `EngineDeadError`."""
+        folders. Raises `ParameterError` during a recording, or for a bad folder; `EngineDeadError`."""
         ...
 
     async def stop_profile(self) -> list[str]:
-        """Stops recording, and returns the folders once written. Raises `ParameterError` if there is no recording;
-        `EngineDeadError`."""
+        """Stops recording, returns the folders once written. Raises `ParameterError` without one, `EngineDeadError`."""
         ...
 
     async def states(self) -> list[dict[str, object]]:
@@ -394,13 +377,12 @@ class EngineClient(Protocol):
         ...
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """Contents of each serving replica's prefix cache as `CacheReport`, plus its number as `replica`. Raises
-        `EngineDeadError`."""
+        """Each serving replica's prefix cache as `CacheReport`, plus its number `replica`. Raises `EngineDeadError`."""
         ...
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
         """Drains and restarts one replica, or all one after the other; each gets `timeout` seconds to finish its
-        requests. Raises `ParameterError` if that cannot be done."""
+        requests, while others take new ones. Raises `ParameterError` if that cannot be done."""
         ...
 
     def loads(self) -> list[ReplicaLoad]:

@@ -15,8 +15,7 @@ from sglang_jax.errors import ParameterError, PromptTooLongError, quote
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
 
 MAX_PROMPT_LOGPROBS = 2**20
-"""Maximum logprobs of prompt tokens in one answer, of about a hundred bytes each, including alternatives and
-repetitions for n completions."""
+"""Maximum logprobs of prompts in one answer, with alternatives, for n completions: up to about a hundred bytes each."""
 
 MAX_REPEATED_CHARACTERS = 2**23
 """Maximum characters that an answer repeats from its request: prompts for each of n completions, texts of token ids.
@@ -85,7 +84,6 @@ def _check_text(name: str, text: str) -> None:
 
 
 def stop_token_ids(sampling: SamplingParams, info: ModelInfo) -> frozenset[int]:
-    """Returns the token ids that end an output."""
     return frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else info.eos_token_ids)
 
 
@@ -190,11 +188,8 @@ def _described(request: GenerateInput, prompt_tokens: int) -> str:
 
 
 def expand(sampling: SamplingParams, room: int) -> list[SamplingParams]:
-    """Returns the parameters of each of the n completions, for the scheduler.
-
-    Clamps lengths to `room`, the output tokens that fit after the prompt, and adds the completion's index to the seed.
-    Removes stop strings, because only the client handles text.
-    """
+    """Returns the scheduler's parameters of each of the n completions. Clamps lengths to `room`, the output tokens that
+    fit, adds the completion's index to the seed, and removes stop strings: only the client handles text."""
     length = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
     if sampling.n == 1 and length == sampling.max_new_tokens and not sampling.stop:
         return [sampling]

@@ -10,18 +10,13 @@ from collections.abc import Callable, Sequence
 from sglang_jax.runner.pulse import Beat, Pulse, RankBeat
 
 MAX_BETWEEN_LOOKS = 1.0
-"""Maximum seconds between two looks at a pulse; a tenth of the timeout if that is less."""
+"""Maximum seconds between two looks at a pulse; a tenth of either timeout if that is less."""
 
 
-class Silence:
-    """Measures for how many seconds a core has had work and made no progress. Time of building one program is counted
-    separately (`building`).
-
-    Seconds are summed look by look, and a longer gap counts as two intervals: if the machine was suspended, or this
-    process was stopped or busy, the gap says nothing about the core.
-
-    **Arguments:** `between`: seconds between two looks.
-    """
+class SilenceMeter:
+    """Measures for how many seconds a core has had work and made no progress; time of building one program separately
+    (`building`). Looks are `between` seconds apart. A longer gap counts as two intervals: if the machine was suspended,
+    or this process was stopped or busy, the gap says nothing about the core."""
 
     def __init__(self, between: float) -> None:
         self.seconds = 0.0
@@ -30,8 +25,8 @@ class Silence:
         self._ticks = -1
 
     def look(self, beat: Beat, *, waited_for: bool, passed: float) -> float:
-        """Updates the seconds from the pulse, read `passed` seconds after the last look, and returns them.
-        `waited_for`: a request or call waits for the core, whatever the core reports."""
+        """Updates and returns the seconds, from a pulse read `passed` seconds after the last look. `waited_for`: a
+        request or call waits for the core, whatever the core reports."""
         at_rest = not (beat.busy or waited_for)
         stands = beat.ticks == self._ticks and not at_rest
         more = min(passed, 2 * self._between)
@@ -42,11 +37,8 @@ class Silence:
 
 
 class Watchdog:
-    """Looks at a pulse until the core has been silent for too long, and reports that once.
-
-    **Arguments:** `timeout`: seconds; `waited_for`: see `Silence.look`; `on_hang`: called with a description of the
-    hang; `build_timeout`: maximum seconds of building one program while the core has work.
-    """
+    """Looks at a pulse until a core with work has been silent for `timeout` seconds, or has built one program for
+    `build_timeout` seconds, then calls `on_hang` once with a description. `waited_for`: see `SilenceMeter.look`."""
 
     def __init__(
         self,
@@ -60,18 +52,16 @@ class Watchdog:
         self._timeout = timeout
         self._build_timeout = build_timeout
         self._between = min(MAX_BETWEEN_LOOKS, timeout / 10, build_timeout / 10)
-        self._silence = Silence(self._between)
+        self._silence = SilenceMeter(self._between)
         self._waited_for = waited_for
         self._on_hang = on_hang
         self._task = asyncio.create_task(self._watch(), name="watchdog")
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds without a step although the core has work."""
         return self._silence.seconds
 
     def stop(self) -> None:
-        """Stops watching. May be called again."""
         self._task.cancel()
 
     async def _watch(self) -> None:

@@ -1,5 +1,5 @@
 """Decides by their schema which arguments of a call are bare text and which are JSON, in formats that write arguments
-one by one. Both the grammar and the parser of calls use it, so that they agree."""
+one by one: for both the grammar and the parser of calls, so that they agree."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from sglang_jax.replies.python_literal import python_literal
 _KINDS = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly"})
 _BARE = _NOTES | {"type", "enum", "const"}
-_DEEPEST = 20
+_MAX_REFERENCES = 20
 """Maximum chained references that are followed to find a type."""
 
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 class ArgumentSchemas:
-    """The schemas of a tool's arguments.
-
-    **Arguments:** `parameters`: the schema of all arguments; `end`: the marker after a bare value, which cannot contain
-    it.
-    """
+    """The schemas of a tool's arguments, from `parameters`. `end`: the marker after a bare value, never within it."""
 
     def __init__(self, parameters: Mapping[str, Any] | None, end: str) -> None:
         self._root: Mapping[str, Any] = parameters or {}
@@ -43,8 +39,7 @@ class ArgumentSchemas:
         return self.named.get(name, others if isinstance(others, Mapping) else True)
 
     def bare(self, schema: Any) -> bool:
-        """Whether a value is written as text without quotes: any string, one of several strings, or a value without a
-        type."""
+        """Whether a value is written without quotes: any string, one of several strings, or a value without a type."""
         found = self._resolved(schema)
         if found is True:
             return True
@@ -88,29 +83,29 @@ class ArgumentSchemas:
         return types & self._types_of_reference(reference) if isinstance(reference, str) else types
 
     def as_json(self, value: str, schema: Any) -> str:
-        """Converts a value that the model wrote to JSON: a type of its schema if it is valid JSON or Python, otherwise
-        a string."""
+        """Converts a value that the model wrote to JSON: of a type of its schema if it is JSON or Python, else a
+        string."""
         if not self.bare(schema):
             types, plain = self.types(schema), value.strip()
             word = _WORDS.get(plain.lower())
             if word is not None and ("null" if word == "null" else "boolean") in types:
                 return word
-            said = json_value(plain)
-            if (said is not None or plain == "null") and ("string" not in types or _type(said) in types):
+            parsed = json_value(plain)
+            if (parsed is not None or plain == "null") and ("string" not in types or _type(parsed) in types):
                 return plain
-            literal = python_literal(plain) if said is None else None
+            literal = python_literal(plain) if parsed is None else None
             if literal is not None and _type(literal[0]) in types:
                 return literal[1]
         return json.dumps(value, ensure_ascii=False)
 
-    def standing_alone(self, schema: Any) -> Any:
-        """Returns the schema with all that its references need, so that it can be used without the whole."""
+    def self_contained(self, schema: Any) -> Any:
+        """Returns the schema with all that its references need, for use without the whole."""
         if not isinstance(schema, Mapping) or not any("$ref" in one for _, one in _nodes(schema, "")):
             return schema
-        return {**_moved(schema), "$defs": {"all": _moved(self._root)}}
+        return {**_with_moved_references(schema), "$defs": {"all": _with_moved_references(self._root)}}
 
-    def endless(self) -> str:
-        """Returns the JSON pointer of a schema that only refers to itself, if any; otherwise an empty text."""
+    def circular_reference(self) -> str:
+        """Returns the JSON pointer of a schema that only refers to itself; empty if there is none."""
         fine: set[str] = set()
         for place, schema in _nodes(self._root, ""):
             seen: set[str] = set()
@@ -126,7 +121,7 @@ class ArgumentSchemas:
     def _types_of_reference(self, reference: str) -> frozenset[str]:
         if reference not in self._referred:
             self._referred[reference] = _KINDS  # a circular reference allows all types
-            if self._depth < _DEEPEST:
+            if self._depth < _MAX_REFERENCES:
                 self._depth += 1
                 self._referred[reference] = self.types(self._at(reference))
                 self._depth -= 1
@@ -143,7 +138,6 @@ class ArgumentSchemas:
         return schema
 
     def _at(self, reference: str) -> Any:
-        """Returns the target of a reference; None if it does not exist."""
         if not reference.startswith("#"):
             return None
         found: Any = self._root
@@ -169,13 +163,13 @@ def _nodes(value: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from _nodes(inner, f"{place}/{number}")
 
 
-def _moved(value: Any) -> Any:
+def _with_moved_references(value: Any) -> Any:
     """Returns a schema whose references start with `#/$defs/all`."""
     if isinstance(value, list):
-        return [_moved(one) for one in value]
+        return [_with_moved_references(one) for one in value]
     if not isinstance(value, Mapping):
         return value
-    moved = {name: _moved(one) for name, one in value.items() if name != "x-guidance"}
+    moved = {name: _with_moved_references(one) for name, one in value.items() if name != "x-guidance"}
     reference = moved.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = "#/$defs/all" + reference[1:]

@@ -10,9 +10,9 @@ from enum import Enum, auto
 
 from sglang_jax.replies.argument_schemas import ArgumentSchemas
 from sglang_jax.replies.forms import Arguments, CallForm, Calls, Literal, Name, Parameters, Part, Space, Tool, UpTo
-from sglang_jax.replies.json_scan import MOST_DEPTH, JsonScanner, Member, Scan, json_object, json_value
+from sglang_jax.replies.json_scan import MAX_DEPTH, JsonScanner, Member, Scan, json_object, json_value
 
-MOST_NAME_CHARACTERS = 128
+MAX_TOOL_NAME_CHARACTERS = 128
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """Valid names of tools."""
@@ -42,11 +42,8 @@ class FoundCall:
 
 
 class CallReader:
-    """Reads a call of one form, after its opening.
-
-    **Arguments:** `at`: where it starts in the text for `read`; `tools`: those that may be called; `required`: see
-    `ReplyLayout`.
-    """
+    """Reads a call of one form, after its opening, from position `at` of the text for `read`. `tools`: those that may
+    be called; `required`: see `ReplyLayout`."""
 
     def __init__(self, form: CallForm, tools: Mapping[str, Tool], at: int, *, required: bool = False) -> None:
         self.at = at
@@ -62,15 +59,11 @@ class CallReader:
 
     @property
     def reached(self) -> int:
-        """The position up to which the text was read."""
         return self.at if self._scanner is None else max(self.at, self._scanner.at)
 
     def read(self, text: str, *, final: bool, live: bool = False) -> Reading:
-        """Continues reading. After a complete call, `at` is its end.
-
-        **Arguments:** `text`: all text so far; `final`: there will be no more; `live`: `found` is to grow with the
-        text, which is known to be a call.
-        """
+        """Continues reading in `text`, all text so far. After a complete call, `at` is its end. `final`: there will be
+        no more; `live`: the text is known to be a call, and `found` is to grow with it."""
         while self._place < len(self._parts):
             reading = self._part(self._parts[self._place], text, final=final, live=live)
             if reading is not Reading.DONE:
@@ -114,13 +107,12 @@ class CallReader:
         return Reading.DONE if part.optional or (part.ends and at == len(text)) else Reading.FAILED
 
     def _has_arguments(self) -> bool:
-        """Whether the arguments of the call are complete."""
         return any(isinstance(part, (Arguments, Calls, Parameters)) for part in self._parts[: self._place])
 
     def _name(self, text: str, *, final: bool) -> Reading:
         found = NAME.match(text, self.at)
         end = self.at if found is None else found.end()
-        if end == len(text) and not final and end - self.at <= MOST_NAME_CHARACTERS:
+        if end == len(text) and not final and end - self.at <= MAX_TOOL_NAME_CHARACTERS:
             return Reading.MORE
         name = text[self.at : end]
         if name not in self._tools:
@@ -137,7 +129,7 @@ class CallReader:
         return Reading.MORE if len(text) - self.at < part.most + len(part.text) else Reading.FAILED
 
     def _arguments(self, text: str, *, live: bool) -> Reading:
-        scanner = self._scanner = self._scanner or JsonScanner(self.at, deepest=None if live else MOST_DEPTH)
+        scanner = self._scanner = self._scanner or JsonScanner(self.at, max_depth=None if live else MAX_DEPTH)
         begin, scan = self.at, scanner.scan(text)
         call = self.found[-1]
         if live:
@@ -150,7 +142,7 @@ class CallReader:
     def _calls(self, text: str, *, final: bool, live: bool) -> Reading:
         scanner = self._scanner
         if scanner is None:
-            scanner = self._scanner = JsonScanner(self.at, lists=True, deepest=None if live else MOST_DEPTH)
+            scanner = self._scanner = JsonScanner(self.at, lists=True, max_depth=None if live else MAX_DEPTH)
         scan = scanner.scan(text)
         if live:
             self._grow(scanner, text)
@@ -207,9 +199,9 @@ class CallReader:
                 call.arguments = (call.arguments or "{") + "}"
                 return Reading.DONE
             key_at = at + len(part.begin)
-            key_end = _KEY_END.search(text, key_at, key_at + MOST_NAME_CHARACTERS + 1)
+            key_end = _KEY_END.search(text, key_at, key_at + MAX_TOOL_NAME_CHARACTERS + 1)
             if key_end is None:
-                return Reading.MORE if len(text) - key_at <= MOST_NAME_CHARACTERS else Reading.FAILED
+                return Reading.MORE if len(text) - key_at <= MAX_TOOL_NAME_CHARACTERS else Reading.FAILED
             if not text.startswith(part.named, key_end.start()):
                 return Reading.FAILED
             key = text[key_at : key_end.start()]
@@ -242,7 +234,7 @@ class CallReader:
     def _json_end(self, text: str, at: int) -> Scan:
         """Continues reading a JSON value, and sets `_value_end` when it is complete."""
         if self._value_end < 0:
-            self._scanner = self._scanner or JsonScanner(at, values=True, deepest=None)
+            self._scanner = self._scanner or JsonScanner(at, values=True, max_depth=None)
             self._value_scan = self._scanner.scan(text)
             if self._value_scan is not Scan.MORE:
                 self._value_end = self._scanner.at
@@ -258,5 +250,4 @@ def _value(members: Sequence[Member], keys: Sequence[str], text: str, at: int = 
 
 
 def _without_ends(value: str) -> str:
-    """Removes the line ends before and after a value."""
     return value.removeprefix("\n").removesuffix("\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_jax.errors import ParameterError, quote
 from sglang_jax.replies.argument_schemas import ArgumentSchemas
-from sglang_jax.replies.call_reader import MOST_NAME_CHARACTERS
+from sglang_jax.replies.call_reader import MAX_TOOL_NAME_CHARACTERS
 from sglang_jax.replies.forms import CallFamily, CallForm, Parameters, ReasoningForm, Tool, Written
 from sglang_jax.sampling.grammar import Grammar, GrammarKind, tag_grammar
 
@@ -27,7 +27,7 @@ class ReasoningStart(Enum):
 
     OPEN = auto()
     CLOSED = auto()
-    UNSAID = auto()
+    UNKNOWN = auto()
 
 
 def calls_format(
@@ -40,14 +40,10 @@ def calls_format(
     answer: Format | None = None,
     text_begin: str = "",
 ) -> Format:
-    """Returns the format of a reply that may call tools.
-
-    **Arguments:** `form`: the family's form that is enforced; `required`: the reply has at least one call, and only
-    calls; `parallel`: there may be several; `answer`: the format of a reply without a call, None for any text;
-    `text_begin`: the marker before an answer.
-
-    **Raises:** `ParameterError` for an answer that could be taken for a call.
-    """
+    """Returns the format of a reply that may call tools. `form`: the family's form that is enforced; `required`: the
+    reply has at least one call, and only calls; `parallel`: there may be several; `answer`: the format of a reply
+    without a call, None for any text; `text_begin`: the marker before an answer. Raises `ParameterError` for an answer
+    that could be taken for a call."""
     written = form.written
     assert written is not None
     if answer is not None and not form.opening:
@@ -98,7 +94,6 @@ def after_reasoning(answer: Format, form: ReasoningForm, start: ReasoningStart, 
 
 
 def grammar_format(grammar: Grammar) -> Format:
-    """Returns the format that is equivalent to a grammar."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return {"type": "json_schema", "json_schema": json.loads(grammar.text), "field": grammar.field}
@@ -124,7 +119,7 @@ def grammar_of_format(found: Format, field: str) -> Grammar:
 def _call(form: CallForm, written: Written, tool: Tool, *, by_schema: bool) -> Format:
     part = next((part for part in form.parts if isinstance(part, Parameters)), None)
     schemas = ArgumentSchemas(tool.parameters, "" if part is None else part.end)
-    if by_schema and (place := schemas.endless()):
+    if by_schema and (place := schemas.circular_reference()):
         raise ParameterError(f"{tool.field} at {place} refers only to itself", param=tool.field)
     if part is None:
         content = _json(_schema(tool, by_schema=by_schema), tool.field)
@@ -139,8 +134,8 @@ def _call(form: CallForm, written: Written, tool: Tool, *, by_schema: bool) -> F
 
 
 def _schema(tool: Tool, *, by_schema: bool) -> Format:
-    """Returns the schema of a tool's arguments, always an object. Unless the schema allows additional arguments, others
-    are refused: a tool can only use those that it declares."""
+    """Returns the schema of a tool's arguments, always an object. Refuses additional arguments unless the schema allows
+    them: a tool can only use those that it declares."""
     if tool.parameters is None or not by_schema:
         return {"type": "object", "x-guidance": {"whitespace_pattern": _BLANK}}
     schema = _closed({"type": "object", **tool.parameters})
@@ -182,7 +177,7 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
         return _any_parameters(part, schemas.of(""), tool, schemas)
     elements = []
     for name in (*schemas.named, *dict.fromkeys(others)):
-        if any(mark in name for mark in ("<", ">", "\n")) or len(name) > MOST_NAME_CHARACTERS:
+        if any(mark in name for mark in ("<", ">", "\n")) or len(name) > MAX_TOOL_NAME_CHARACTERS:
             raise ParameterError(
                 f"{tool.field} has an argument {quote(name)}, which this model's call format cannot express",
                 param=f"{tool.field}.properties",
@@ -194,7 +189,6 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
 
 
 def _any_parameters(part: Parameters, schema: Any, tool: Tool, schemas: ArgumentSchemas) -> Format:
-    """Returns the format of any arguments, each with this schema."""
     name: Format = {"type": "regex", "pattern": r"[^<>\s]([^<>\n]{0,62}[^<>\s])?"}
     value = _value(part, schema, tool, schemas, f"{tool.field}.additionalProperties")
     return {
@@ -209,7 +203,7 @@ def _value(part: Parameters, schema: Any, tool: Tool, schemas: ArgumentSchemas, 
     """Returns the format of an argument after its name. Bare text ends at the first end marker, as in the parser."""
     begin = f"{part.named}\n"
     if not schemas.bare(schema):
-        alone = schemas.standing_alone(_closed(schema) if isinstance(schema, dict) else schema)
+        alone = schemas.self_contained(_closed(schema) if isinstance(schema, dict) else schema)
         if isinstance(alone, dict):
             alone = {**alone, "x-guidance": _options(tool)}
         return {"type": "tag", "begin": begin, "content": _json(alone, field), "end": f"\n{part.end}\n"}

@@ -28,7 +28,7 @@ HARMONY = ReasoningForm(
     answer="<|channel|>final<|message|>",
     headers=(CallForm("<|channel|>final", (UpTo("<|message|>"),)),),
     stops=("<|channel|>", "<|start|>assistant"),
-    silent=(
+    hidden=(
         "<|channel|>final<|message|>",
         "<|channel|>commentary<|message|>",
         "<|start|>assistant",
@@ -146,7 +146,7 @@ _DEEPSEEK = CallFamily(
             sign="```json",
         ),
     ),
-    silent=(_CALLS, _CALLS_END),
+    hidden=(_CALLS, _CALLS_END),
 )
 
 _TO_TOOL = (
@@ -169,7 +169,7 @@ _GPT_OSS = CallFamily(
         CallForm(opening="<|start|>assistant to=", parts=_TO_TOOL),
         CallForm(opening="", parts=(Literal("to="), *_TO_TOOL), begins=("to=",)),  # the prompt ends with the role
     ),
-    silent=HARMONY.silent,
+    hidden=HARMONY.hidden,
     starts_reply=True,
     reasoning=HARMONY,
 )
@@ -194,7 +194,7 @@ _SIGNS: tuple[tuple[ToolCallParser, tuple[str, ...]], ...] = (
 )
 """Texts that identify a family by its chat templates, the most specific first."""
 
-_KEY = "<arg_key>"
+_ARG_KEY_MARKER = "<arg_key>"
 """A marker of other models' calls that start like those of Hermes."""
 
 _TOKENS = re.compile(r"<[|｜][^<>]*?[|｜]>|\[[A-Z_]+\]|</?\w+>")
@@ -204,11 +204,10 @@ _TOKENS = re.compile(r"<[|｜][^<>]*?[|｜]>|\[[A-Z_]+\]|</?\w+>")
 def family_of_template(template: str) -> ToolCallParser | None:
     """Returns the family whose markers a chat template uses for calls; None if they are unknown."""
     known = next((family for family, signs in _SIGNS if all(sign in template for sign in signs)), None)
-    return None if known is ToolCallParser.HERMES and _KEY in template else known
+    return None if known is ToolCallParser.HERMES and _ARG_KEY_MARKER in template else known
 
 
 def reasoning_of_template(template: str) -> ReasoningParser | None:
-    """Returns the reasoning format of a chat template; None if the template does not show it."""
     if all(sign in template for sign in ("<|channel|>", "<|message|>")):
         return ReasoningParser.GPT_OSS
     if "</think>" not in template:
@@ -216,11 +215,11 @@ def reasoning_of_template(template: str) -> ReasoningParser | None:
     return ReasoningParser.DEEPSEEK_R1 if "<｜Assistant｜>" in template else ReasoningParser.QWEN3
 
 
-def markers(forms: Iterable[CallForm], reasoning: ReasoningForm | None, silent: Iterable[str]) -> frozenset[str]:
+def markers(forms: Iterable[CallForm], reasoning: ReasoningForm | None, hidden: Iterable[str]) -> frozenset[str]:
     """Returns possible special tokens in these rows of the table, which the parser of a reply needs to see."""
-    texts = [*silent]
+    texts = [*hidden]
     if reasoning is not None:
-        texts += [reasoning.begin, reasoning.end, reasoning.then, reasoning.answer, *reasoning.silent]
+        texts += [reasoning.begin, reasoning.end, reasoning.then, reasoning.answer, *reasoning.hidden]
     for form in forms:
         texts.append(form.opening)
         for part in form.parts:

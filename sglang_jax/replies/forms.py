@@ -1,8 +1,6 @@
-"""The vocabulary of the table of families: formats of tool calls and reasoning.
-
-A call has an opening that identifies it, and a sequence of parts. The parser accepts a little more than the grammar
-enforces (`Written`), because models change white space and the order of keys.
-"""
+"""The vocabulary of the table of families: formats of tool calls and reasoning. A call is an opening that identifies
+it, and a sequence of parts. The parser accepts a little more than the grammar enforces (`Written`), because models
+change white space and the order of keys."""
 
 from __future__ import annotations
 
@@ -13,12 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A fixed text.
-
-    - `optional`: it may be missing, because a token that ends an output is not a part of its text.
-    - `ends`: it may be missing at the end of the output.
-    - `spaced`: white space may precede it.
-    """
+    """A fixed text. `optional`: it may be missing, because a token that ends an output is not a part of its text;
+    `ends`: it may be missing at the end of the output; `spaced`: white space may precede it."""
 
     text: str
     optional: bool = False
@@ -68,12 +62,8 @@ Part = Literal | Space | Name | UpTo | Arguments | Calls | Parameters
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The enforced format of a call: `begin`, with `{name}` for the tool's name; the arguments; `end`.
-
-    - `separator`: between two calls.
-    - `before`, `after`: around all calls.
-    - `single`: a reply has at most one call.
-    """
+    """The enforced format of a call: `begin`, with `{name}` for the tool's name; the arguments; `end`. `separator`:
+    between two calls; `before`, `after`: around all calls; `single`: a reply has at most one call."""
 
     begin: str
     end: str
@@ -88,11 +78,9 @@ class CallForm:
     """One way to write a call.
 
     - `opening`: the text that identifies it. If empty, a call may be the whole reply, or follow another call and the
-      family's `separator`.
-    - `begins`: possible starts of a call without an opening.
+      family's `separator`; `begins`: possible starts of such a call.
     - `written`: None for a form that is only read, never enforced.
-    - `sign`: if a family has several forms, the text in the chat template or special tokens of models that use this
-      one.
+    - `sign`: if a family has several forms, a text in the chat template or special tokens of models that use this one.
     """
 
     opening: str
@@ -109,7 +97,7 @@ class ReasoningForm:
     - `first`: the model always reasons first, even if the prompt does not open the reasoning.
     - `anywhere`: it may also reason between two parts of its answer.
     - `then`: text between the reasoning and the answer; `answer`: the marker before a text answer.
-    - `silent`: further markers, which are not part of any text; `headers`: markers with variable text in them.
+    - `hidden`: further markers, which are not part of any text; `headers`: markers with variable text in them.
     - `stops`: texts that end the reasoning if its `end` is missing, and that are not a part of it.
     """
 
@@ -119,7 +107,7 @@ class ReasoningForm:
     anywhere: bool = False
     then: str = ""
     answer: str = ""
-    silent: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
     headers: tuple[CallForm, ...] = ()
     stops: tuple[str, ...] = ()
 
@@ -129,15 +117,14 @@ class CallFamily:
     """The formats of a family of models for calls.
 
     - `separator`: may be between calls whose opening is empty.
-    - `silent`: markers around calls, which are not part of any text.
-    - `starts_reply`: no text precedes a call.
+    - `hidden`: markers around calls, which are not part of any text; `starts_reply`: no text precedes a call.
     - `reasoning`: the family's format of reasoning, if it always has the same.
     - `short_ids`: its chat template requires ids of nine letters and digits.
     """
 
     forms: tuple[CallForm, ...]
     separator: str = ""
-    silent: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
     starts_reply: bool = False
     reasoning: ReasoningForm | None = None
     short_ids: bool = False
@@ -150,12 +137,8 @@ class CallFamily:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call.
-
-    - `parameters`: the JSON schema of its arguments; None without one.
-    - `strict`: its arguments must follow the schema exactly.
-    - `field`: the place of the schema in the client's request, for errors.
-    """
+    """A function that a model may call. `parameters`: the JSON schema of its arguments, if any; `strict`: they must
+    follow the schema exactly; `field`: the place of the schema in the client's request, for errors."""
 
     name: str
     parameters: Mapping[str, Any] | None = None
@@ -168,10 +151,10 @@ class ReplyLayout:
     """What one reply may contain.
 
     - `tools`: tools that may be called, by name; a call of another one is text.
-    - `silent`: markers that are not shown to clients.
+    - `hidden`: markers that are not shown to clients.
     - `separate`: reasoning is separated from the answer. Otherwise it is a part of the text, with its markers, and is
       not searched for calls.
-    - `most_calls`: maximum calls, further ones are dropped; None for no limit.
+    - `max_calls`: maximum calls, further ones are dropped; None for no limit.
     - `required`: a call is required, so that, if calls are enforced, the arguments of each follow their schema.
     """
 
@@ -179,7 +162,7 @@ class ReplyLayout:
     forms: tuple[CallForm, ...] = ()
     separator: str = ""
     tools: Mapping[str, Tool] = field(default_factory=dict)
-    silent: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
     separate: bool = True
-    most_calls: int | None = None
+    max_calls: int | None = None
     required: bool = False

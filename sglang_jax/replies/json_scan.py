@@ -1,7 +1,5 @@
-"""Scans the structure of JSON as its text grows: where it ends, and the positions of the members of its objects.
-
-Strings, numbers and names are not validated here: a JSON parser reads them when the text is complete.
-"""
+"""Scans the structure of JSON as its text grows: its end, and the positions of the members of its objects. Strings,
+numbers and names are not validated here: a JSON parser reads them when the text is complete."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
-MOST_DEPTH = 100
+MAX_DEPTH = 100
 
 _PLAIN = re.compile(r'[^"\\]*')
 _SCALAR = re.compile(r"[-+.\w]*")
@@ -39,8 +37,7 @@ class _Expect(Enum):
 
 @dataclass(slots=True)
 class Member:
-    """A member of an object: its key with quotes, and the positions of its value's begin and end; -1 if not known
-    yet."""
+    """A member of an object: its key with quotes, and where its value begins and ends; -1 if not known yet."""
 
     key: str
     begin: int = -1
@@ -48,26 +45,24 @@ class Member:
 
 
 class JsonScanner:
-    """Scans one object from position `at`; with `lists`, also a list; with `values`, any JSON.
+    """Scans one object from position `at`; with `lists`, also a list; with `values`, any JSON. `objects`: the members
+    of the object, or of each in the list; `ends`: the end of each complete one; `max_depth`: None for no limit."""
 
-    `objects`: the members of the object, or of each object of the list; `ends`: the end of each complete one.
-    `deepest`: maximum nesting; None for no limit.
-    """
-
-    def __init__(self, at: int, *, lists: bool = False, values: bool = False, deepest: int | None = MOST_DEPTH) -> None:
+    def __init__(
+        self, at: int, *, lists: bool = False, values: bool = False, max_depth: int | None = MAX_DEPTH
+    ) -> None:
         self.at = at
         self.objects: list[list[Member]] = []
         self.ends: list[int] = []
         self._opens = "" if values else "{[" if lists else "{"
-        self._deepest = deepest
+        self._max_depth = max_depth
         self._stack: list[str] = []
         self._expect = _Expect.VALUE
         self._string_from = -1
         self._in_scalar = False
 
     def scan(self, text: str) -> Scan:
-        """Continues to the end of the JSON, which is then `at`, or of `text`, which starts with the text of the last
-        call."""
+        """Continues to the end of the JSON, which is then `at`, or of `text`, all text so far."""
         while self.at < len(text):
             if self._string_from >= 0:
                 self._string(text)
@@ -87,7 +82,6 @@ class JsonScanner:
         return Scan.MORE
 
     def _string(self, text: str) -> None:
-        """Continues to the end of a string."""
         while True:
             self.at = _end(_PLAIN, text, self.at)
             if self.at == len(text) or (text[self.at] == "\\" and self.at + 1 == len(text)):
@@ -132,7 +126,7 @@ class JsonScanner:
         if self._in_outer_object():
             self.objects[-1][-1].begin = self.at
         if char in "{[":
-            if len(self._stack) == self._deepest:
+            if len(self._stack) == self._max_depth:
                 return False
             self._stack.append(char)
             if self._in_outer_object():
@@ -162,7 +156,7 @@ class JsonScanner:
         self._expect = _Expect.COMMA_OR_END
 
     def _in_outer_object(self) -> bool:
-        """Whether the position is directly within the object, or within an object of the list."""
+        """Whether the position is directly within the object, or an object of the list."""
         return self._stack == ["{"] or self._stack == ["[", "{"]
 
 
@@ -173,8 +167,8 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def json_object(text: str) -> str | None:
-    """Returns the text of a JSON object so that a client can parse it; None if it is not an object. Escapes line ends
-    within strings, which models write, and unpacks an object that is written as a string."""
+    """Returns a JSON object as text that a client can parse; None for other texts. Escapes line ends within strings,
+    which models write, and unpacks an object that is written as a string."""
     repaired = _repaired(text)
     value = json_value(repaired)
     if isinstance(value, str):

@@ -1,8 +1,5 @@
-"""Splits a reply into text, reasoning and tool calls as its text grows.
-
-Text that may become a marker or a call is held back, because a stream cannot take back what it has sent. Text that
-turns out not to be a call is returned unchanged.
-"""
+"""Splits a reply into text, reasoning and tool calls as its text grows. Holds text back that may become a marker or a
+call, because a stream cannot take it back; returns it unchanged if it turns out not to be one."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from enum import Enum, auto
 from sglang_jax.replies.call_reader import CallReader, Reading
 from sglang_jax.replies.forms import CallForm, ReplyLayout
 
-_AT_ONCE = 4096
+_SLICE_CHARACTERS = 4096
 """Characters that are parsed at once: the held text is copied for each call in it."""
 
 
@@ -97,9 +94,6 @@ def _block(forms: Sequence[CallForm]) -> tuple[str, str] | None:
 class ReplyParser:
     """The parser of one reply. However the text is split, the pieces are the same once joined by kind.
 
-    **Arguments:**
-
-    - `layout`: what the reply may contain.
     - `in_reasoning`: the prompt has opened the reasoning with which the reply starts.
     - `live`: a grammar enforces the calls, so that each is returned as it grows. Otherwise it is returned when it is
       complete, because until then it may turn out not to be a call.
@@ -126,13 +120,12 @@ class ReplyParser:
         self._in_block = False
         begins = (reasoning.begin,) if reasoning is not None and reasoning.anywhere else ()
         openings = [form.opening for form in layout.forms]
-        self._in_text = _Markers([*openings, *begins, *layout.silent, *(self._block or ())])
+        self._in_text = _Markers([*openings, *begins, *layout.hidden, *(self._block or ())])
         self._in_reasoning = _Markers([] if reasoning is None else [reasoning.begin, reasoning.end, *reasoning.stops])
-        self._silent = _Markers(layout.silent)
+        self._hidden = _Markers(layout.hidden)
 
     @property
     def num_calls(self) -> int:
-        """Number of calls found so far."""
         return self._num_calls
 
     @property
@@ -143,13 +136,12 @@ class ReplyParser:
     def push(self, text: str) -> list[Piece]:
         """Adds text, and returns the pieces that are now certain."""
         self._pieces = []
-        for start in range(0, len(text), _AT_ONCE):
-            self._held += text[start : start + _AT_ONCE]
+        for start in range(0, len(text), _SLICE_CHARACTERS):
+            self._held += text[start : start + _SLICE_CHARACTERS]
             self._run(final=False)
         return self._pieces
 
     def finish(self) -> list[Piece]:
-        """Ends the reply, and returns the text that was held back."""
         self._pieces = []
         self._run(final=True)
         return self._pieces
@@ -196,7 +188,7 @@ class ReplyParser:
             if self._block is None or self._in_block:
                 self._begin_call(before[len(text) :], marker)
             else:
-                self._add(Text, before[len(text) :] + self._without_silent(marker))
+                self._add(Text, before[len(text) :] + self._without_hidden(marker))
                 self._at_start = self._may_be_bare = False
         elif self._block is not None and marker in self._block:
             self._in_block = marker == self._block[0]
@@ -293,13 +285,13 @@ class ReplyParser:
                 case Reading.MORE:
                     going.append(reader)
                 case Reading.FAILED:
-                    if self._live and len(self._readers) == 1 and self._broken(reader):
+                    if self._live and len(self._readers) == 1 and self._cut_call(reader):
                         return True
         if done:
             self._end_call(min(done, key=lambda reader: reader.at))
             return True
         if self._live and len(going) == 1:
-            self._give(going[0])
+            self._add_pieces(going[0])
         self._readers = going
         if going and not final:
             return False
@@ -308,26 +300,26 @@ class ReplyParser:
             self._cut = True
             self._held = ""
         elif going:  # the reply ends within a possible call
-            self._add(Text, self._space + self._without_silent(self._held))
+            self._add(Text, self._space + self._without_hidden(self._held))
             self._held = ""
         else:
-            self._give_up()
+            self._treat_as_text()
             return True
         self._region = _Region.TEXT
         return False
 
     def _end_call(self, reader: CallReader) -> None:
-        self._give(reader)
+        self._add_pieces(reader)
         self._num_calls += len(reader.found)
         self._held = self._held[reader.at :]
         self._region = _Region.TEXT
         self._readers, self._sent = [], []
         self._at_start, self._may_be_bare = False, True
 
-    def _broken(self, reader: CallReader) -> bool:
-        """Ends an enforced call that is invalid: the part read so far stays a call, which is cut. Returns whether there
-        was such a part."""
-        self._give(reader)
+    def _cut_call(self, reader: CallReader) -> bool:
+        """Ends an enforced call that is invalid: the part read so far stays a call, which is cut. False without a
+        part."""
+        self._add_pieces(reader)
         if not self._sent:
             return False
         self._num_calls += len(self._sent)
@@ -338,16 +330,16 @@ class ReplyParser:
         self._at_start = self._may_be_bare = False
         return True
 
-    def _give_up(self) -> None:
+    def _treat_as_text(self) -> None:
         """Treats the opening as text, because no call followed, and parses the rest again."""
         self._region = _Region.TEXT
         self._at_start = self._may_be_bare = False
-        self._add(Text, self._space + self._without_silent(self._opening))
+        self._add(Text, self._space + self._without_hidden(self._opening))
         self._held = self._held[len(self._opening) :]
 
-    def _give(self, reader: CallReader) -> None:
+    def _add_pieces(self, reader: CallReader) -> None:
         """Adds the pieces for the new parts of a reader's calls."""
-        most = self._layout.most_calls
+        most = self._layout.max_calls
         for number in range(max(len(self._sent) - 1, 0), len(reader.found)):
             call = reader.found[number]
             index = self._num_calls + number
@@ -363,10 +355,10 @@ class ReplyParser:
                 self._pieces.append(CallArguments(index, new))
                 self._sent[number] += len(new)
 
-    def _without_silent(self, text: str) -> str:
+    def _without_hidden(self, text: str) -> str:
         kept = ""
         while text:
-            place, marker = self._silent.find(text, final=True)
+            place, marker = self._hidden.find(text, final=True)
             kept, text = kept + text[:place], text[place + len(marker) :]
         return kept
 

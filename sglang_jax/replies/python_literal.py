@@ -8,7 +8,7 @@ import re
 
 from sglang_jax.replies.json_scan import escape_surrogates
 
-MOST_CHARACTERS = 16_384
+MAX_CHARACTERS = 16_384
 """Maximum characters of a literal: Python's parser takes some hundred bytes for each."""
 
 _HEX = r"[\da-fA-F]"
@@ -20,14 +20,12 @@ _LITERAL = re.compile(
     | [\[\](){{}},:] | \s)*+""",
     re.VERBOSE | re.ASCII,
 )
-"""The tokens of a literal. Python's parser gets no others, because it warns of some, and would accept prefixes and
-names."""
+"""The tokens of a literal. Python's parser warns of some others, and would accept prefixes and names."""
 
 
 def python_literal(text: str) -> tuple[object, str] | None:
-    """Returns the value of a Python list or dict, and the same as JSON; None if it is not one, is too long, or has no
-    equivalent in JSON."""
-    if len(text) > MOST_CHARACTERS or text[:1] not in ("[", "{") or not _LITERAL.fullmatch(text):
+    """Returns the value of a Python list or dict, and the same as JSON; None for others, long ones and what is not JSON."""
+    if len(text) > MAX_CHARACTERS or text[:1] not in ("[", "{") or not _LITERAL.fullmatch(text):
         return None
     try:
         value: object = ast.literal_eval(text)
@@ -39,7 +37,6 @@ def python_literal(text: str) -> tuple[object, str] | None:
 
 
 def _has_text_keys(value: object) -> bool:
-    """Whether the keys of all dicts are strings, as in JSON."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(inner) for key, inner in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))

@@ -1,9 +1,7 @@
 """Reads a checkpoint's description of its reply format, the `response_template` of transformers, as far as the
-vocabulary of `forms` can express it.
-
-Its regular expressions are not run, because they come from the checkpoint and the model's output is arbitrary. Patterns
-of a literal, a name and a literal are read; otherwise the family is determined by its markers.
-"""
+vocabulary of `forms` can express it. Its regular expressions are not run, because they come from the checkpoint and the
+model's output is arbitrary. Patterns of a literal, a name and a literal are read; for others the family is found by
+markers."""
 
 from __future__ import annotations
 
@@ -69,8 +67,7 @@ def _field(template: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _opening(field: Mapping[str, Any]) -> tuple[str, str | None] | None:
-    """Returns the text before a call, and the text between its name and its arguments: None if the name is inside of
-    the arguments."""
+    """Returns the text before a call, and that between its name and its arguments: None if these contain the name."""
     if isinstance(field.get("open"), str):
         return field["open"], None
     pattern = field.get("open_pattern")

@@ -26,16 +26,14 @@ from sglang_jax.server.sessions import sessions_router
 
 
 def create_context(client: EngineClient, config: ServerConfig, callers: Callers | None = None) -> ServerContext:
-    """Returns the context of an engine's routes. `callers`: None for those of the options. Raises `ConfigError` for
-    keys that are empty, duplicate or unreadable."""
+    """Returns the context of an engine's routes. `callers`: None for those of the options. Raises `ConfigError`."""
     if callers is None:
         callers = Callers.of(config)
     return ServerContext(client, config, ServerMetrics(client, config.model_name), callers)
 
 
 def create_app(context: ServerContext) -> FastAPI:
-    """Returns an ASGI application that serves the context's engine. It must run on the event loop of the engine
-    client."""
+    """Returns an ASGI application for the context's engine, to run on the event loop of the engine client."""
     app = DescribedApp(title="sglang-jax", docs_url=None, redoc_url=None, asks_for_a_key=context.callers.asks_for_a_key)
     app.state.long_work = LongWork()
     app.state.max_json_depth = context.config.max_json_depth

@@ -1,7 +1,5 @@
-"""Callers: API keys, their rights and limits, and what each has in use.
-
-Keys are looked up by digest, so that the time of a refusal reveals nothing about them.
-"""
+"""Callers: API keys, their rights and limits, and what each has in use. Keys are looked up by digest, so that the time
+of a refusal reveals nothing about them."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ class KeyEntry(BaseModel):
     - `tokens_per_minute`: prompt and output tokens; once they are used up, requests are refused with 429 until some
       have come back. Requests in flight continue.
     - `max_priority`: maximum `priority` of a request.
-    - `share_cache`: its requests share cached prefixes with those of other keys that do so; otherwise only with its
-      own.
+    - `share_cache`: shares cached prefixes with other keys that do so; otherwise they are its own.
     - `hide_cached_tokens`: answers do not report how much of a prompt was cached.
     - `admin`: may do what the `--admin-api-key` may.
     """
@@ -56,8 +53,7 @@ class _KeyFile(BaseModel):
 
 
 class TokenBucket:
-    """A token bucket that refills evenly. Its level may be negative, because a request's tokens are known only
-    afterwards."""
+    """Refills evenly. Its level may be negative, because a request's tokens are known only afterwards."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_minute = per_minute
@@ -66,7 +62,6 @@ class TokenBucket:
         self._seen = clock()
 
     def take(self, tokens: int) -> None:
-        """Subtracts used tokens."""
         self._refill()
         self._level -= tokens
 
@@ -86,9 +81,8 @@ class Caller:
     """The holder of a key, or any client of a server without keys.
 
     - `admin`: may change the server's state, and see requests of others.
-    - `max_priority`: None for no limit.
+    - `max_priority`: None for no limit; `running`: completions in flight.
     - `cache_secret`: separates its cached prefixes from those of others; empty if they are shared.
-    - `running`: completions in flight.
     """
 
     name: str
@@ -101,11 +95,8 @@ class Caller:
     running: int = field(default=0, init=False)
 
     def enter(self, prompts: Sequence[GenerateInput]) -> int:
-        """Counts prompts as in flight, and returns their number of completions, for `leave`.
-
-        **Raises:** `ParameterError` for a priority above the caller's maximum; `RateLimitError` above a limit of the
-        caller.
-        """
+        """Counts prompts as in flight, and returns their number of completions, for `leave`. Raises `ParameterError`
+        for a priority above the caller's maximum; `RateLimitError` above a limit of the caller."""
         for prompt in prompts:
             if self.max_priority is not None and prompt.priority > self.max_priority:
                 raise ParameterError(
@@ -129,7 +120,6 @@ class Caller:
         return count
 
     def leave(self, count: int) -> None:
-        """Subtracts completions that have ended."""
         self.running -= count
 
     def tenant(self, claimed: str) -> str:
@@ -138,8 +128,7 @@ class Caller:
 
     def adopt(self, prompt: GenerateInput, request_id: str) -> GenerateInput:
         """Returns the prompt with the caller as tenant, the request with this id as flow, and the caller's part of the
-        prefix cache as namespace. An operator, such as a server in front of this one, may set tenant and flow
-        itself."""
+        prefix cache as namespace. Operators (a server in front of this one) may set tenant and flow themselves."""
         tenant, flow = self.tenant(prompt.tenant), prompt.flow if self.admin and prompt.flow else request_id
         if not self.cache_secret:
             return replace(prompt, tenant=tenant, flow=flow)
@@ -157,8 +146,7 @@ class Usage:
         self._prompts: set[int] = set()
 
     def add(self, number: int, delta: OutputDelta) -> None:
-        """Charges the newest delta of a completion of prompt `number`. A prompt counts once, whatever its
-        completions."""
+        """Charges the newest delta of a completion of prompt `number`. A prompt counts once."""
         place = (number, delta.index)
         before = self._taken.get(place)
         if before is None:
@@ -169,20 +157,14 @@ class Usage:
 
 
 class Callers:
-    """All keys of a server."""
-
     def __init__(self, by_key: dict[str, Caller], anybody: Caller | None) -> None:
         self._by_digest = {_digest(key.encode()): caller for key, caller in by_key.items()}
         self._anybody = anybody
 
     @classmethod
     def of(cls, config: ServerConfig) -> Callers:
-        """Returns the callers of the options.
-
-        Without `admin_api_key`, the `api_key` is an operator's. Without any key, every client is an operator.
-
-        **Raises:** `ConfigError` for keys that are empty, duplicate or unreadable.
-        """
+        """Returns the callers of the options. Without `admin_api_key`, the `api_key` is an operator's; without any key,
+        all clients are operators. Raises `ConfigError` for keys that are empty, duplicate or unreadable."""
         by_key: dict[str, Caller] = {}
 
         def add(key: str, caller: Caller) -> None:
@@ -207,8 +189,7 @@ class Callers:
 
     @classmethod
     def in_process(cls) -> Callers:
-        """Returns callers for an application that only its own process can reach: no key is asked for, whatever the
-        options say."""
+        """Returns callers for an application that only its own process can reach: no key is needed."""
         return cls({}, Caller("this process", admin=True))
 
     @property
@@ -238,7 +219,7 @@ def current_caller() -> Caller:
 
 
 def caller_name() -> str:
-    """Returns the name of the current request's caller; empty if no key was asked for, as on `auth.OPEN_PATHS`."""
+    """Returns the name of the current request's caller; empty if none was looked up, as on `auth.OPEN_PATHS`."""
     caller = _CALLER.get(None)
     return "" if caller is None else caller.name
 

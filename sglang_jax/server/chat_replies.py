@@ -1,5 +1,4 @@
-"""The formats in which the served model writes replies, and the plan for one request: the enforced grammar and the
-parser of its replies."""
+"""The formats of the served model's replies, and the plan for one request: the enforced grammar and the parser."""
 
 from __future__ import annotations
 
@@ -36,12 +35,9 @@ logger = logging.getLogger(__name__)
 class ReplyPlan:
     """How the replies of one request are sampled and parsed.
 
-    - `layout`: what they may contain; None if a reply is returned as plain text.
-    - `live`: see `ReplyParser`.
-    - `markers`: special tokens that the parser needs to see.
-    - `grammar`: the grammar that the sampler enforces.
-    - `whole_reasoning`: the reasoning is returned in one piece.
-    - `shows_reasoning`: the reasoning is part of the answer.
+    - `layout`: what they may contain; None if a reply is returned as plain text; `live`: see `ReplyParser`.
+    - `markers`: special tokens that the parser needs to see; `grammar`: what the sampler enforces.
+    - `whole_reasoning`: the reasoning is returned in one piece; `shows_reasoning`: it is part of the answer.
     """
 
     layout: ReplyLayout | None = None
@@ -58,7 +54,6 @@ class ReplyPlan:
         return None if self.layout is None else ReplyReader(self, self.layout)
 
     def call_id(self) -> str:
-        """Returns a new id for a tool call."""
         return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -102,8 +97,7 @@ class ReplyReader:
 
 
 class ReplyFormats:
-    """The formats of the served model's replies, from the options or else from its templates. They are determined by
-    the first chat that needs them."""
+    """The formats of the served model's replies, from the options or else its templates; determined at first use."""
 
     def __init__(self, config: ServerConfig, tokenizer: TextTokenizer) -> None:
         self._config = config
@@ -168,11 +162,9 @@ class ReplyFormats:
         stream_reasoning: bool,
         shows_reasoning: bool = True,
     ) -> ReplyPlan:
-        """Returns the plan for a request's replies. Raises `ParameterError`.
-
-        **Arguments:** `prompt`: the rendered conversation; `continued`: the text of the assistant's message that the
-        reply continues, if any; `separate`, `stream_reasoning`, `shows_reasoning`: see `ReplyLayout`, `ReplyPlan`.
-        """
+        """Returns the plan for a request's replies. `prompt`: the rendered conversation; `continued`: the text of the
+        assistant's message that the reply continues, if any; `separate`, `stream_reasoning`, `shows_reasoning`: see
+        `ReplyLayout`, `ReplyPlan`. Raises `ParameterError`."""
         family = None if tools is None else self.family
         reasoning = self.reasoning or (None if family is None else family.reasoning)
         if family is None and reasoning is None:
@@ -189,18 +181,18 @@ class ReplyFormats:
             grammar = grammar_of_format(found, grammar.field)
         if reasoning is not None:
             forms = (*forms, *reasoning.headers)
-        silent = (*(() if family is None else family.silent), *(() if reasoning is None else reasoning.silent))
+        hidden = (*(() if family is None else family.hidden), *(() if reasoning is None else reasoning.hidden))
         seen: frozenset[str] = frozenset()
         if sampling.skip_special_tokens:
-            seen = markers(forms, reasoning, silent) & self._tokenizer.special_tokens.keys()
+            seen = markers(forms, reasoning, hidden) & self._tokenizer.special_tokens.keys()
         layout = ReplyLayout(
             reasoning=reasoning,
             forms=forms,
             separator="" if family is None else family.separator,
             tools={} if tools is None else {tool.name: tool for tool in tools.callable},
-            silent=(*silent, *sorted(seen)),
+            hidden=(*hidden, *sorted(seen)),
             separate=separate,
-            most_calls=None if tools is None or tools.parallel else 1,
+            max_calls=None if tools is None or tools.parallel else 1,
             required=tools is not None and tools.required,
         )
         return ReplyPlan(
@@ -228,7 +220,7 @@ def _reasoning_start(reasoning: ReasoningForm, prompt: str, continued: str | Non
         return ReasoningStart.OPEN
     if end.endswith(reasoning.end) and not reasoning.anywhere:
         return ReasoningStart.CLOSED
-    return ReasoningStart.OPEN if reasoning.first else ReasoningStart.UNSAID
+    return ReasoningStart.OPEN if reasoning.first else ReasoningStart.UNKNOWN
 
 
 def _with_calls(
@@ -261,5 +253,4 @@ def _with_calls(
 
 
 def with_grammar(sampling: SamplingParams, plan: ReplyPlan) -> SamplingParams:
-    """Returns the sampling parameters with the plan's grammar."""
     return sampling if plan.grammar is sampling.grammar else dataclasses.replace(sampling, grammar=plan.grammar)

@@ -33,47 +33,42 @@ from sglang_jax.server.slices import SLICE, SliceTurns, SmallReads
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceASecond())
 
-MOST_OF_HEADS = 16 * 2**20
+MAX_HEADS_BYTES = 16 * 2**20
 """Maximum bytes of all incomplete heads. Heads of 32 KiB on thousands of connections would be more."""
 
 HEALTH_CONNECTIONS = 64
-"""Connections above `max_connections` that may be open only for health checks, so that a full server is not taken for a
-dead one and restarted."""
+"""Connections above `max_connections`, open only for health checks: a full server must not seem dead."""
 
-MOST_LOOKED_AT = 64 + HEALTH_CONNECTIONS
+MAX_SEARCHED = 64 + HEALTH_CONNECTIONS
 """Maximum waiting connections that are searched for one that can be closed for a new one."""
 
 IDLE_SECONDS = 1.0
 """A connection is not closed for a new one before it has been silent for this long: a request may be on its way."""
 
-MOST_DISCARDED = 262_144
+MAX_DISCARDED_BYTES = 262_144
 """Maximum bytes of a refused request that are read and discarded before its connection is closed."""
 
 SPARE_DESCRIPTORS = 384
-"""File descriptors in addition to `max_connections`: for health checks, lingering closes, the engine's sockets, logs,
-and files that are read."""
+"""File descriptors in addition to `max_connections`: health checks, lingering closes, the engine's sockets, files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`max_connections`: maximum open connections. `client_timeout`: in seconds, see the option."""
-
     max_connections: int
     client_timeout: float
 
 
 @dataclass(slots=True)
 class ConnectionGroup:
-    """The connections of a server. `waiting`: those without a request, the one that has waited longest first. `spare`:
-    those above `max_connections`."""
+    """`waiting`: connections without a request, longest waiting first; `spare`: those above `max_connections`."""
 
     waiting: dict[BoundedConnection, None] = field(default_factory=dict)
     spare: set[BoundedConnection] = field(default_factory=set)
     lingering: LingeringCloses = field(default_factory=LingeringCloses)
 
     def first_waiting(self) -> list[BoundedConnection]:
-        """The connections that have waited longest, without those whose request waits to be parsed."""
-        return [one for one in islice(self.waiting, MOST_LOOKED_AT) if not one._parsing]
+        """The connections that have waited longest, except those whose request waits to be parsed."""
+        return [one for one in islice(self.waiting, MAX_SEARCHED) if not one._parsing]
 
 
 def small_reads(limits: ConnectionLimits) -> Callable[..., SmallReads]:
@@ -91,7 +86,7 @@ def bounded_connections(limits: ConnectionLimits, turns: SliceTurns | None = Non
     """Returns a class of connections for uvicorn that share these limits and `turns`."""
     group = ConnectionGroup()
     held = HeldAnswers()
-    heads = PartialRequests(MOST_OF_HEADS, "heads")
+    heads = PartialRequests(MAX_HEADS_BYTES, "heads")
     shared_turns = SliceTurns() if turns is None else turns
 
     class Connection(BoundedConnection):
@@ -113,12 +108,10 @@ class BoundedConnection(SlicedConnection):
       the place of a connection that waits for a request; if all are busy, it is refused with 503, except health checks.
       So silent connections do not keep clients out, and clients do not keep health checks out.
     - If those are open as well, the one that has waited longest is closed, with 503 unless it is idle. If none waits,
-      the new connection is refused with 503.
-    - A refused client can read why: see `LingeringCloses`.
+      the new connection is refused with 503. A refused client can read why: see `LingeringCloses`.
 
-    For reading, see `SlicedConnection`. For an answer of unknown length, h11 writes the start and the end, and the
-    connection writes the chunks between them: a chunk does not change h11's state, and h11's checks cost as much per
-    event as the engine's client.
+    For reading, see `SlicedConnection`. Of an answer of unknown length, h11 writes only the start and the end: a chunk
+    does not change h11's state, and h11's checks cost as much per event as the engine's client.
     """
 
     def __init__(
@@ -144,13 +137,13 @@ class BoundedConnection(SlicedConnection):
         may stay silent: when thousands arrive at once, each call delays the others."""
         self.connections.add(self)
         self.transport, self.flow, self.scheme = transport, FlowControl(transport), "http"
-        if len(self.connections) > self._limits.max_connections and not self._has_room():
+        if len(self.connections) > self._limits.max_connections and not self._make_room():
             self._refuse(self._too_many())
             return
         self._watch()
 
-    def _has_room(self) -> bool:
-        """Makes room for a connection above `max_connections`: it replaces an idle one, or is one for health checks."""
+    def _make_room(self) -> bool:
+        """Whether a connection above `max_connections` may stay: it replaces an idle one, or is for health checks."""
         waiting = self._group.first_waiting()
         idle = [one for one in waiting if one._is_idle]
         longest_idle = next((one for one in idle if one not in self._group.spare), None)
@@ -166,7 +159,7 @@ class BoundedConnection(SlicedConnection):
             waiting[0]._refuse(self._too_many())
         return bool(waiting)
 
-    def _has_place(self) -> bool:
+    def _claim_place(self) -> bool:
         """Whether the request that arrived may run: within `max_connections`, or in place of a waiting connection."""
         spare = self._group.spare
         if self in spare and len(self.connections) - len(spare) >= self._limits.max_connections:
@@ -189,7 +182,6 @@ class BoundedConnection(SlicedConnection):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Removes the connection from its group."""
         self._group.waiting.pop(self, None)
         self._group.spare.discard(self)
         self._end_head_timer()
@@ -199,7 +191,7 @@ class BoundedConnection(SlicedConnection):
     @property
     def app(self) -> ASGIApp:
         """The application that uvicorn runs for a request. Bound for each access: a stored bound method would be a
-        reference cycle, and the connection's memory would be freed only by the garbage collector."""
+        reference cycle, whose memory only the garbage collector frees."""
         return self._run
 
     @app.setter
@@ -208,7 +200,7 @@ class BoundedConnection(SlicedConnection):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application, writing its chunks without h11, or refuses the request."""
-        if scope["path"] not in OPEN_PATHS and not self._has_place():
+        if scope["path"] not in OPEN_PATHS and not self._claim_place():
             self._refuse(self._too_many())
             return
         if len(scope["headers"]) >= MAX_HEAD_LINES:  # a pipelined head, which was not checked before
@@ -234,7 +226,6 @@ class BoundedConnection(SlicedConnection):
         await self._application(scope, receive, send_or_write)
 
     def on_response_complete(self) -> None:
-        """Waits for the next request."""
         super().on_response_complete()
         self._watch()
         self._count_head()
@@ -242,13 +233,11 @@ class BoundedConnection(SlicedConnection):
             self._discard_unread()
 
     def pause_writing(self) -> None:
-        """Starts the timer of a client that reads more slowly than the server writes."""
         super().pause_writing()
         if self._unread_timer is None:
             self._expect_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Stops the timer of a slow client."""
         super().resume_writing()
         self._end_unread_timer()
 
@@ -292,7 +281,7 @@ class BoundedConnection(SlicedConnection):
         if socket is None or self not in self.connections:  # the descriptor may be reused
             return
         with suppress(OSError):  # nothing to read
-            for _ in range(MOST_DISCARDED // SLICE):
+            for _ in range(MAX_DISCARDED_BYTES // SLICE):
                 if not os.read(socket.fileno(), SLICE):
                     return
 
@@ -355,10 +344,7 @@ def _goes_in_chunks(scope: Scope, start: Message) -> bool:
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
-    """Raises the limit of open files to what this many connections need, within the hard limit.
-
-    **Returns:** the number of connections that fit.
-    """
+    """Raises the limit of open files, within the hard limit, for this many connections. Returns how many fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:

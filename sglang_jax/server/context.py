@@ -33,20 +33,19 @@ Written = TypeVar("Written")
 ANY_MODEL = "default"
 """A model name that every server accepts."""
 
-AT_A_TIME = 2
-"""Completions of one request, but at least one prompt's, that start before the event loop does other work: checking and
-sending each takes time."""
+STARTS_PER_TURN = 2
+"""Completions of one request, at least one prompt's, that start before other work: checking and sending takes time."""
 
 SHORT_CHAT = 16_384
 """Maximum characters of a chat that is rendered without waiting for longer ones; each message adds some."""
 
-WRITERS_REST = 1.0
-"""After a long answer was written, no other starts for this many times as long: while the thread writes, the event loop
-waits up to `serve.SWITCH_SECONDS` for Python's lock each time it has work."""
+WRITER_REST = 1.0
+"""After a long answer was written, no other starts for this many times as long: meanwhile the event loop waits up to
+`serve.SWITCH_SECONDS` for Python's lock each time it has work."""
 
 LOGPROBS_AT_ONCE = 2**19
-"""Maximum prompt logprobs of one request that wait at once, with alternatives: prompts with many start a few at a time.
-Each takes some twenty bytes until it is written."""
+"""Maximum prompt logprobs of one request that wait at once, with alternatives, each of some twenty bytes until written:
+prompts with many start a few at a time."""
 
 ENGINE_NAMES = {"request_id": "rid"}
 """The engine's names of fields, and the names that clients use on all routes."""
@@ -54,13 +53,9 @@ ENGINE_NAMES = {"request_id": "rid"}
 
 @dataclass(slots=True)
 class ServerContext:
-    """One engine behind HTTP.
-
-    - `draining`: the server is stopping: requests in flight finish, new ones are refused.
-    - `shutdown`: ends requests in flight.
-    - `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine; `in_engine`:
-      callers by the ids of all prompts.
-    """
+    """One engine behind HTTP. `draining`: requests in flight finish, new ones are refused; `shutdown` ends requests in
+    flight; `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine;
+    `in_engine`: callers by the ids of all prompts."""
 
     client: EngineClient
     config: ServerConfig
@@ -74,7 +69,7 @@ class ServerContext:
     _templates: FairThreads = field(default_factory=lambda: FairThreads(1, "chat-template"))
     _short_templates: FairThreads = field(default_factory=lambda: FairThreads(1, "short-chat-template"))
 
-    _writer: FairThreads = field(default_factory=lambda: FairThreads(1, "long-answers", rest=WRITERS_REST))
+    _writer: FairThreads = field(default_factory=lambda: FairThreads(1, "long-answers", rest=WRITER_REST))
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -82,7 +77,6 @@ class ServerContext:
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
-        """Values of the sampling fields that a request leaves out."""
         return self.client.model_info.generation_defaults
 
     def check_model(self, model: str | None) -> None:
@@ -94,16 +88,15 @@ class ServerContext:
             )
 
     async def render(self, work: Callable[[], Rendered], *, size: int, request_id: str) -> Rendered:
-        """Returns the result of `work`, which runs a chat template on about `size` characters. It runs in a thread, one
-        at a time, in the fair order of callers and their requests. Short chats have a separate thread, so that they do
-        not wait for long ones."""
+        """Returns the result of `work`, which runs a chat template on about `size` characters, in a thread, one at a
+        time, in the fair order of callers and their requests. Short chats have a separate thread and do not wait for
+        long ones."""
         threads = self._short_templates if size <= SHORT_CHAT else self._templates
         return await threads.run(work, size=size, tenant=current_caller().name, flow=request_id)
 
     async def write_answer(self, write: Callable[[], Written], outputs: Iterable[OutputDelta]) -> Written:
-        """Returns the result of `write`, which encodes the outputs. Long answers, with many outputs or logprobs, are
-        written in a thread so that other requests do not wait: one at a time, half of the time, in the fair order of
-        callers."""
+        """Returns the result of `write`, which encodes the outputs. With many completions or logprobs, that is done in
+        a thread, so that requests need not wait: one at a time, half of the time, in the fair order of callers."""
         size = logprobs_to_write(outputs)
         if size <= FEW_LOGPROBS:
             return write()
@@ -111,13 +104,12 @@ class ServerContext:
         return await self._writer.run(work, size=size, tenant=current_caller().name, flow=flow)
 
     async def encode(
-        self, text: str, request_id: str, *, add_special_tokens: bool, most_tokens: int, param: str
+        self, text: str, request_id: str, *, add_special_tokens: bool, max_tokens: int, param: str
     ) -> list[int]:
-        """See `EngineClient.encode`; for this request of the current caller."""
         return await self.client.encode(
             text,
             add_special_tokens=add_special_tokens,
-            most_tokens=most_tokens,
+            max_tokens=max_tokens,
             param=param,
             tenant=current_caller().name,
             flow=request_id,
@@ -161,10 +153,8 @@ class ServerContext:
     def generate(
         self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
     ) -> Call:
-        """Returns the call of one HTTP request's prompts, for `async with`.
-
-        **Arguments:** `prompts`: with `request_id` set; `field_names`: the route's names of the engine's fields.
-        """
+        """Returns the call of one HTTP request's prompts, which have their `request_id`, for `async with`.
+        `field_names`: the route's names of the engine's fields."""
         return Call(self, request_id, prompts, field_names, current_caller())
 
     async def collect(
@@ -174,8 +164,7 @@ class ServerContext:
         write: Callable[[list[list[OutputDelta]]], Written],
         field_names: Mapping[str, str] = ENGINE_NAMES,
     ) -> Written:
-        """Generates, and returns the result of `write` for the finished outputs of each prompt, sorted by index. Raises
-        `RequestError`."""
+        """Generates, and returns the result of `write` for each prompt's outputs by index. Raises `RequestError`."""
         outputs: list[list[OutputDelta]] = [[] for _ in prompts]
         with self._logprobs.share() as hold:  # until the answer is written
             async with self.generate(request_id, prompts, field_names) as deltas:
@@ -187,16 +176,15 @@ class ServerContext:
             return await self.write_answer(lambda: write(finished), chain(*finished))
 
     def abort(self, request_id: str) -> None:
-        """Aborts the HTTP request, or the single prompt, with this id. Ignores unknown ids and, except for operators,
-        those of other callers."""
+        """Aborts the HTTP request or prompt with this id. Ignores unknown ids and, except for operators, others'
+        ids."""
         caller = current_caller()
         for engine_id in self.in_flight.get(request_id, (request_id,)):
             if caller.admin or self.in_engine.get(engine_id) is caller:
                 self.client.abort(engine_id)
 
     def enter(self, request_id: str, prompts: Sequence[GenerateInput], caller: Caller) -> None:
-        """Adds a request to those in flight. Raises `ShuttingDownError`, and `ParameterError` for an id that is in
-        use."""
+        """Adds a request to those in flight. Raises `ShuttingDownError`; `ParameterError` for an id that is in use."""
         if self.draining:
             raise ShuttingDownError("the server is shutting down and accepts no new requests")
         ids = tuple(prompt.request_id or "" for prompt in prompts)
@@ -208,19 +196,16 @@ class ServerContext:
         self.in_engine.update(dict.fromkeys(ids, caller))
 
     def leave(self, request_id: str) -> None:
-        """Removes a request from those in flight."""
         for engine_id in self.in_flight.pop(request_id):
             del self.in_engine[engine_id]
 
 
 class Call:
     """One HTTP request at the engine: an iterator over the deltas of its prompts as they arrive, each with its prompt's
-    number. Leaving its `async with` aborts what still runs.
+    number. Leaving its `async with` aborts what still runs. Raises `RequestError`: on entry for requests that the
+    caller may not make, later as soon as one prompt fails.
 
     It has plain coroutines, because each generator on the way costs a microsecond per token.
-
-    **Raises:** on entry, `RequestError` for requests that the caller may not make; later, `RequestError` as soon as one
-    prompt fails; the others are aborted.
     """
 
     def __init__(
@@ -256,7 +241,7 @@ class Call:
             most_each = max(prompt.sampling.n for prompt in prompts)
             most_logprobs = max(map(_prompt_logprobs, prompts))
             at_once = min(len(prompts), max(1, most // most_each), max(1, LOGPROBS_AT_ONCE // max(1, most_logprobs)))
-            self._merged = MergedStreams(map(self._stream, prompts), at_once, max(1, AT_A_TIME // most_each))
+            self._merged = MergedStreams(map(self._stream, prompts), at_once, max(1, STARTS_PER_TURN // most_each))
         else:
             self._single = self._stream(prompts[0])
         return self
@@ -303,7 +288,7 @@ class PromptStream:
         self._timing = context.metrics.timing(stream=prompt.stream)
 
     async def next(self) -> OutputDelta:
-        """The next delta. Raises `StopAsyncIteration` after the last, and `RequestError`."""
+        """Returns the next delta. Raises `StopAsyncIteration` after the last, and `RequestError`."""
         try:
             delta = await anext(self._deltas)
         except StopAsyncIteration:
@@ -316,25 +301,20 @@ class PromptStream:
         return delta
 
     async def close(self) -> None:
-        """Aborts what still runs."""
         await self._deltas.aclose()
 
 
 class MergedStreams:
-    """The deltas of several prompts as they arrive.
+    """The deltas of several prompts as they arrive. At most `at_once` of `streams`, created as needed, run or wait in
+    the engine, so that other requests come before the rest. `per_turn` start before the event loop does other work."""
 
-    **Arguments:** `streams`: created as needed; `at_once`: maximum streams that run or wait in the engine, so that the
-    prompts of other requests come before the rest; `a_turn`: streams that start before the event loop does other work.
-    """
-
-    def __init__(self, streams: Iterator[PromptStream], at_once: int, a_turn: int) -> None:
+    def __init__(self, streams: Iterator[PromptStream], at_once: int, per_turn: int) -> None:
         # One place: while a stream waits to put its delta here, the engine merges its further deltas into one.
         self._ready: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue(maxsize=1)
-        self._producer = asyncio.create_task(self._forward_all(streams, at_once, a_turn))
+        self._producer = asyncio.create_task(self._forward_all(streams, at_once, per_turn))
 
     async def next(self) -> tuple[int, OutputDelta]:
-        """The next delta and the number of its stream. Raises `StopAsyncIteration` after the last, and the error of the
-        first stream that fails."""
+        """Returns a stream's number and next delta. Raises `StopAsyncIteration`, and the first stream's error."""
         numbered = await self._ready.get()
         if numbered is None:
             raise StopAsyncIteration
@@ -343,17 +323,16 @@ class MergedStreams:
         return numbered
 
     async def close(self) -> None:
-        """Aborts what still runs."""
         self._producer.cancel()
         await asyncio.wait({self._producer})
 
-    async def _forward_all(self, streams: Iterator[PromptStream], at_once: int, a_turn: int) -> None:
+    async def _forward_all(self, streams: Iterator[PromptStream], at_once: int, per_turn: int) -> None:
         todo = enumerate(streams)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for started in range(at_once):
                     tasks.create_task(self._forward_each(todo))
-                    if started % a_turn == a_turn - 1:
+                    if started % per_turn == per_turn - 1:
                         await asyncio.sleep(0)
         except ExceptionGroup as group:
             await self._ready.put(group.exceptions[0])  # raised by `next`

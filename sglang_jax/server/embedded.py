@@ -31,12 +31,8 @@ class EmbeddedServer:
 
     @classmethod
     async def start(cls, config: ServerConfig | None = None, **options: object) -> Self:
-        """Starts the engine and waits until it serves.
-
-        **Arguments:** `config`, or its fields by name (see `ServerConfig`).
-
-        **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
-        """
+        """Starts the engine and waits until it serves. `config`, or its fields by name (see `ServerConfig`). Raises
+        `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason."""
         config = config or ServerConfig.model_validate(options)
         client = await launch_engine(config)
         context = create_context(client, config)

@@ -71,14 +71,14 @@ class BodyTooLargeError(RequestError):
 
 
 class ClientTooSlowError(RequestError):
-    """The client stopped sending its body."""
+    """The client stopped sending its body, or sends it too slowly."""
 
     status = 408
     code = "client_too_slow"
 
 
 class BusyError(RequestError):
-    """There is no room for the body in addition to those of the requests in flight."""
+    """There is no memory left for the request's head or body, or for its answer."""
 
     status = 503
     code = "busy"

@@ -46,8 +46,8 @@ IGNORED_FIELDS = frozenset(
 )
 """Fields that cannot change the output. They describe the caller, how tools are called, or which library follows a
 grammar; guess the output to make it faster (`prediction`); say how long a model stays loaded (`keep_alive`), which
-company runs it (`provider`), what the answer reports in addition (`usage`, `timings_per_token`), or that cached prompts
-may be reused (`cache_prompt`)."""
+company runs it (`provider`), what the answer reports in addition (`usage`, `timings_per_token`); or allow reuse of
+cached prompts (`cache_prompt`)."""
 
 FALSE_ASKS = frozenset({"detokenize", "parse_tool_calls", "spaces_between_special_tokens"})
 """Fields of other engines that are true by default on all routes, so that false asks for something."""
@@ -75,11 +75,10 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 class Body(BaseModel):
     """A JSON object with strict types ("5" is not accepted as an integer, nor NaN as a number).
 
-    A field that the model does not have is accepted only if it cannot change the output: it is in `IGNORED_FIELDS`, it
-    asks for nothing (null, false, or empty), or it asks for the server's behavior (`NEUTRAL_VALUES`). Load generators
-    and client libraries send many such fields. Anything else is refused with the field's name.
-
-    **Raises:** `UnsupportedParameterError`, which pydantic passes through.
+    A field that the model does not have is accepted only if it cannot change the output: it is in `IGNORED_FIELDS`,
+    asks for nothing (null, false, or empty), or asks for the server's behavior (`NEUTRAL_VALUES`). Load generators and
+    client libraries send many such fields. Others are refused with `UnsupportedParameterError`, which pydantic passes
+    through.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
@@ -92,7 +91,7 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _refuse_unknown_fields(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if self.passes_unknown_fields or name in IGNORED_FIELDS or self.is_done_anyway(name, value):
+            if self.passes_unknown_fields or name in IGNORED_FIELDS or self.is_neutral(name, value):
                 continue
             if asks_for_nothing(value) and not (value is False and name in self.false_counts | FALSE_ASKS):
                 continue
@@ -105,8 +104,8 @@ class Body(BaseModel):
             )
         return self
 
-    def is_done_anyway(self, name: str, value: object) -> bool:
-        """Whether a value is neutral in this kind of body only."""
+    def is_neutral(self, name: str, value: object) -> bool:
+        """Whether a value is neutral in this kind of body."""
         return False
 
     def _meant(self, name: str) -> str:
@@ -178,24 +177,21 @@ ROUTING_KEY_HEADERS = ("x-routing-key", "x-smg-routing-key")
 """Headers with the routing key of a request whose body has none; the second is that of SGLang's gateway."""
 
 TENANT_HEADER = "x-tenant"
-"""The header with a request's tenant, percent-encoded, that a server sends to the servers behind it. Ignored except
-from operators."""
+"""The header with a request's tenant, percent-encoded, from a server to those behind it. Ignored from non-operators."""
 
 CLIENT_REQUEST_HEADER = "x-client-request"
-"""The header with the client's request that a prompt belongs to, percent-encoded: a server sends each prompt of a
-request separately to the servers behind it. Ignored except from operators."""
+"""The header with the client's request that a prompt belongs to, percent-encoded, from a server, which sends prompts
+separately, to those behind it. Ignored from non-operators."""
 
 SHARED_LENGTH_HEADER = "x-shared-length"
-"""The header with the number of a prompt's first tokens that other prompts probably share, that a server sends to the
-servers behind it."""
+"""The header with the number of first tokens that other prompts probably share, from a server to those behind it."""
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class SessionParamsBody(Body):
     """`session_params`: the session whose next turn a prompt is. `rid`: the previous turn, optional; `turn`: the name
-    of this turn, by default its own rid; `opening`: see `SessionTurnInput`, sent by a server to the servers behind
-    it."""
+    of this turn, by default its own rid; `opening`: see `SessionTurnInput`, set by a server in front of this one."""
 
     id: ShortText | None = None
     rid: ShortText | None = None
@@ -206,8 +202,8 @@ class SessionParamsBody(Body):
     opening: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
     def turn_of(self) -> SessionTurnInput | None:
-        """Returns the session turn for the engine; None without a session. Raises `ParameterError`, with the field, for
-        turns that are not appended to the session's end."""
+        """Returns the session turn for the engine; None without a session. Raises `ParameterError` for turns that are
+        not appended to the session's end."""
         for name, value in (
             ("offset", self.offset),
             ("replace", self.replace),
@@ -247,17 +243,15 @@ def routing_key(field: str | None, headers: Headers) -> str | None:
 
 
 def tenant_of(headers: Headers) -> str:
-    """Returns the value of `TENANT_HEADER`; empty without it."""
     return unquote(headers.get(TENANT_HEADER, ""))[:MAX_NAME_CHARACTERS]
 
 
 def flow_of(headers: Headers) -> str:
-    """Returns the value of `CLIENT_REQUEST_HEADER`; empty without it."""
     return unquote(headers.get(CLIENT_REQUEST_HEADER, ""))[:MAX_NAME_CHARACTERS]
 
 
 def shared_length_of(headers: Headers) -> int:
-    """Returns the value of `SHARED_LENGTH_HEADER`; 0 without it, or if it is not a number of tokens."""
+    """Returns the value of `SHARED_LENGTH_HEADER`; 0 if it is not a number of tokens."""
     text = headers.get(SHARED_LENGTH_HEADER, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 

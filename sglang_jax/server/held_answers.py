@@ -14,7 +14,7 @@ from sglang_jax.logs import OnceASecond
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceASecond())
 
-MOST_HELD_BYTES = 64 * 2**20
+MAX_HELD_BYTES = 64 * 2**20
 
 PAUSE_SECONDS = 1.0
 """A client that has read nothing for this long may lose its answer. One that keeps reading never does."""
@@ -24,8 +24,8 @@ _EXTENSION = "sglang_jax.held_answers"
 
 
 class HeldAnswer:
-    """An answer that its client has not read completely. `left`: unread bytes; `read_at`: when the client last read, or
-    when it was ready; `dropped`: its connection was closed."""
+    """An answer that its client has not read completely. `left`: unread bytes; `read_at`: when the client last read;
+    `dropped`: its connection was closed."""
 
     def __init__(self, left: int, drop: Callable[[], None]) -> None:
         self.left = left
@@ -34,20 +34,16 @@ class HeldAnswer:
         self._drop = drop
 
     def drop(self) -> None:
-        """Ends the connection."""
         self.dropped = True
         self._drop()
 
 
 class HeldAnswers:
-    """The long answers of a server. Above `MOST_HELD_BYTES` in total, closes answers whose clients have read nothing
-    for `PAUSE_SECONDS`, longest idle first, until the rest fits.
-
-    All methods run on one event loop.
-    """
+    """The long answers of a server. Above `MAX_HELD_BYTES` in total, closes answers whose clients have read nothing for
+    `PAUSE_SECONDS`, longest idle first, until the rest fits. All methods run on one event loop."""
 
     def __init__(self) -> None:
-        # Ordered by the time of their clients' last read.
+        # Ordered by their clients' last read.
         self._answers: dict[HeldAnswer, None] = {}
         self.num_bytes = 0
 
@@ -56,7 +52,7 @@ class HeldAnswers:
         self._answers[answer] = None
         self.num_bytes += answer.left
         pause_began = time.monotonic() - PAUSE_SECONDS
-        while self.num_bytes > MOST_HELD_BYTES:
+        while self.num_bytes > MAX_HELD_BYTES:
             oldest = next(iter(self._answers))
             if oldest is answer or oldest.read_at > pause_began:
                 return
@@ -71,7 +67,6 @@ class HeldAnswers:
             oldest.drop()
 
     def note_sent(self, answer: HeldAnswer, size: int) -> None:
-        """Subtracts bytes that were sent to the client."""
         answer.left -= size
         answer.read_at = time.monotonic()
         if answer in self._answers:
@@ -79,21 +74,20 @@ class HeldAnswers:
             self._answers[answer] = self._answers.pop(answer)
 
     def remove(self, answer: HeldAnswer) -> None:
-        """Removes an answer."""
         if answer in self._answers:
             del self._answers[answer]
             self.num_bytes -= answer.left
 
 
 def share_limit(scope: Scope, held: HeldAnswers, drop: Callable[[], None]) -> None:
-    """Lets the application's answers to requests of a connection share the limit. `drop` closes the connection."""
+    """Lets answers to requests of a connection share the limit. `drop` closes the connection."""
     scope.setdefault("extensions", {})[_EXTENSION] = (held, drop)
 
 
 @contextmanager
 def hold(scope: Scope, size: int) -> Iterator[Callable[[int], bool]]:
-    """Holds an answer of `size` bytes. Yields a function to call with the size of each part that was sent; it returns
-    whether the rest is still wanted. There is no limit if the connection does not share one."""
+    """Holds an answer of `size` bytes. Yields a function to call with the size of each part that was sent, which
+    returns whether the rest is still wanted: always, if the connection shares no limit."""
     held, drop = scope.get("extensions", {}).get(_EXTENSION, (None, None))
     if held is None:
         yield lambda _: True

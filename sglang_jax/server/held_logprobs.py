@@ -9,22 +9,19 @@ from sglang_jax.engine.types import OutputDelta
 from sglang_jax.errors import ParameterError
 from sglang_jax.server.errors import BusyError
 
-OF_ALL = 2
+ALL_ANSWERS_FACTOR = 2
 """Limit of all unwritten answers together, as a multiple of the limit of one answer."""
 
-FEW = 2**16
+SHORT_ANSWER = 2**16
 """An answer with at most this many logprobs is not refused because of long answers of others."""
 
-OF_SHORT_ONES = 128 * FEW
+EXTRA_FOR_SHORT_ANSWERS = 128 * SHORT_ANSWER
 """Additional logprobs of short answers together: thousands of requests may be in flight."""
 
 
 class HeldLogprobs:
-    """Counts the logprobs that all answers of a server hold. All methods run on one event loop.
-
-    **Arguments:** `most`: limit of one answer: those of prompts and outputs, with alternatives, for each of n
-    completions. Each takes about a hundred bytes, and some thirty as JSON.
-    """
+    """Counts the logprobs that all answers of a server hold, on one event loop. `most`: limit of one answer: prompts'
+    and outputs', with alternatives, for each of n completions. Each takes 20 to 110 bytes, and some thirty as JSON."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -32,8 +29,8 @@ class HeldLogprobs:
 
     @contextmanager
     def share(self) -> Iterator[Callable[[OutputDelta], None]]:
-        """Counts the logprobs of one answer. Yields a function to call with each output; it raises `ParameterError` or
-        `BusyError` above a limit."""
+        """Yields a function to call with each output of one answer; raises `ParameterError`, `BusyError` above a
+        limit."""
         mine = 0
 
         def hold(output: OutputDelta) -> None:
@@ -48,7 +45,7 @@ class HeldLogprobs:
                     "prompts per request, or set stream",
                     param="top_logprobs_num",
                 )
-            limit = OF_ALL * self.most + (OF_SHORT_ONES if mine <= FEW else 0)
+            limit = ALL_ANSWERS_FACTOR * self.most + (EXTRA_FOR_SHORT_ANSWERS if mine <= SHORT_ANSWER else 0)
             if self.count > limit:
                 raise BusyError(
                     f"responses in preparation hold {self.count} logprobs; the limit is {limit}. Try again later, or "

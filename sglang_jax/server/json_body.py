@@ -26,7 +26,7 @@ MAX_VALUES = 1_048_576
 """Maximum values of a body, including token ids."""
 
 LONG_BODY = 65_536
-"""Larger bodies, in bytes, are read as `LongWork`."""
+"""Bodies of more bytes are read as `LongWork`."""
 
 FEW_OBJECTS = 512
 """Bodies with more objects and lists are too: two thousand empty messages, 60 kB, take 5 ms to validate."""
@@ -41,13 +41,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def check_shape(body: bytes, max_depth: int) -> None:
-    """Raises `BodyTooComplexError` for JSON that is nested too deeply or has too many parts.
-
-    Parsing, validating and repeating a value costs by its parts and depth, not by its bytes, and blocks the event loop.
-    So parts are counted first, all at once: the marks outside of strings.
-
-    **Arguments:** `max_depth`: maximum nesting of objects and lists.
-    """
+    """Raises `BodyTooComplexError` for JSON that is nested more than `max_depth` levels or has too many parts. Parsing,
+    validating and repeating a value blocks the event loop, by its parts and depth more than its bytes. So parts, the
+    marks outside of strings, are counted first, all at once."""
     if body.count(b"[") + body.count(b"{") <= max_depth and body.count(b",") < MAX_OBJECTS:
         return  # within the limits even if no mark is in a string
     kinds = _KINDS[np.frombuffer(body.replace(b"\\\\", b"  ").replace(b'\\"', b"  "), np.uint8)]
@@ -73,12 +69,10 @@ _UNREAD: Any = object()
 
 
 def parse(body: bytes) -> Any:
-    """Returns the value of a JSON body. Raises `JSONDecodeError`, also for a string with a lone surrogate.
-
-    RFC 8259 (section 8.2) allows a string to escape a lone surrogate. Python keeps it, but such a string cannot be
-    encoded, neither for the tokenizer nor for an error that repeats it. The body must be UTF-8: by itself, Python would
-    also accept UTF-16 or UTF-32, which `check_shape` does not read, and surrogates in UTF-8.
-    """
+    """Returns the value of a JSON body. Raises `JSONDecodeError`, also for a string with a lone surrogate: RFC 8259
+    (section 8.2) allows its escape, and Python keeps it, but it cannot be encoded, neither for the tokenizer nor for an
+    error. The body must be UTF-8: by itself, Python would also accept UTF-16 or UTF-32, which `check_shape` does not
+    read, and surrogates in UTF-8."""
     try:
         value = json.loads(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -108,13 +102,12 @@ def _first_integer(text: str, digits: int) -> int:
 
 
 class JsonRequest(Request):
-    """A request whose JSON `parse` reads. `read`: the validated body if it was read already, or the error of parsing
-    it."""
+    """A request whose JSON `parse` reads. `read`: the validated body if it was read already, or its parsing error."""
 
     read: Any = _UNREAD
 
     async def json(self) -> Any:
-        """Returns the parsed body, or the validated one if it was read already. Raises `JSONDecodeError`."""
+        """Returns the parsed body, or the validated one. Raises `JSONDecodeError`."""
         if isinstance(self.read, json.JSONDecodeError):
             raise self.read
         return parse(await self.body()) if self.read is _UNREAD else self.read
@@ -127,11 +120,9 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body as a `JsonRequest`. A long body is parsed and validated as `LongWork`, so FastAPI has
-    nothing left to validate."""
+    """A route that reads its body as a `JsonRequest`, and long bodies as `LongWork`, before FastAPI validates them."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI's `APIRoute`."""
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
@@ -165,6 +156,5 @@ class JsonRoute(APIRoute):
 
 
 def long_work(request: Request) -> LongWork:
-    """Returns the `LongWork` of the request's application."""
     work: LongWork = request.app.state.long_work
     return work

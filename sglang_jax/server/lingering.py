@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-MOST_LINGERING = 128
+MAX_LINGERING = 128
 """Maximum connections that linger at once; further ones are closed at once."""
 
 LINGER_SECONDS = 2.0
 """Seconds that a refused client has to read its answer and close."""
 
-MOST_LINGERED = 4 * 2**20
+MAX_LINGERED_BYTES = 4 * 2**20
 """Maximum bytes of a refused request that are read and discarded."""
 
 
@@ -23,7 +23,7 @@ class LingeringCloses:
 
     def begin(self, transport: asyncio.Transport) -> bool:
         """Takes over the transport, unless too many linger. Returns whether it did."""
-        if len(self._closes) >= MOST_LINGERING or transport.is_closing() or not transport.can_write_eof():
+        if len(self._closes) >= MAX_LINGERING or transport.is_closing() or not transport.can_write_eof():
             return False
         close = LingeringClose(transport, self._closes)
         transport.set_protocol(close)
@@ -33,12 +33,10 @@ class LingeringCloses:
 
 
 class LingeringClose(asyncio.BufferedProtocol):
-    """A lingering connection. `others`: all that linger."""
-
     def __init__(self, transport: asyncio.Transport, others: set[LingeringClose]) -> None:
         self._transport = transport
         self._others = others
-        self._left = MOST_LINGERED
+        self._left = MAX_LINGERED_BYTES
         self._timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.abort)
         others.add(self)
 

@@ -50,8 +50,6 @@ class Aggregate(msgspec.Struct, kw_only=True):
 
 
 class Loads(msgspec.Struct, kw_only=True):
-    """The answer."""
-
     timestamp: str
     version: str
     dp_rank_count: int

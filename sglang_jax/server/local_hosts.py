@@ -15,13 +15,9 @@ from sglang_jax.server.origins import is_allowed
 
 
 class LocalHosts:
-    """Refuses requests whose `Host` is not this machine, for a server that only this machine can reach.
-
-    A web page may resolve its own name to 127.0.0.1 (DNS rebinding) and then talk, in its visitor's browser, to a
-    server that trusts all local clients. Its requests have the page's host.
-
-    **Arguments:** `names`: further allowed hosts; `*` for all.
-    """
+    """Refuses requests whose `Host` is not this machine or one of `names` (`*` for all), for a server that only this
+    machine can reach. A web page may resolve its own name to 127.0.0.1 (DNS rebinding) and then talk, in its visitor's
+    browser, to a server that trusts all local clients. Its requests have the page's host."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
         self._app = app
@@ -44,13 +40,11 @@ class LocalHosts:
 
 
 class OwnPagesOnly:
-    """Refuses requests that a browser sends for another site's page.
+    """Refuses requests that a browser sends for another site's page, except of `origins`, as for `AllowedOrigins`.
 
     A server on the loopback interface without a key is protected only by being local, but local browsers run pages of
     any site. Such a page cannot read the answer, but its request would be executed. Browsers mark such requests with
     `Sec-Fetch-Site: cross-site`.
-
-    **Arguments:** `origins`: origins of pages that are allowed, as for `AllowedOrigins`.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:

@@ -18,10 +18,8 @@ def reported(logprob: float | None) -> float | None:
 
 
 def token_string(tokenizer: TextTokenizer, token_id: int) -> str:
-    r"""Returns a token as text, or as `bytes:\xe2\x82` if it is a part of a character.
-
-    Unlike U+FFFD, the second form is different for different tokens, as the keys of `top_logprobs` must be.
-    """
+    r"""Returns a token as text, or as `bytes:\xe2\x82` if it is a part of a character: unlike U+FFFD, different for
+    different tokens, as the keys of `top_logprobs` must be."""
     spelled = tokenizer.token_bytes(token_id)
     try:
         return spelled.decode()
@@ -40,10 +38,8 @@ class CompletionLogprobs(msgspec.Struct):
 
 class CompletionLogprobWriter:
     """Writes the logprobs of one choice step by step: those of an echoed prompt if `from_prompt`, then the output's.
-
-    Offsets count characters of the choice's text, including an echoed prompt. Tokens are decoded the same way as the
-    text, so that omitted special tokens, and characters of several tokens, are counted correctly.
-    """
+    Offsets count characters of the choice's text, including an echoed prompt. Tokens are decoded as the text is, so
+    that omitted special tokens, and characters of several tokens, are counted correctly."""
 
     def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, *, from_prompt: bool) -> None:
         self._tokenizer = tokenizer

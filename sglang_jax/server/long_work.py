@@ -10,20 +10,17 @@ from sglang_jax.engine.fair_threads import FairThreads
 
 Result = TypeVar("Result")
 
-OTHERS_SHARE = 5
+PAUSE_FACTOR = 5
 """After a piece of work, no other starts for this many times its duration."""
 
 
 class LongWork:
-    """Runs one piece of work at a time, with a pause after each.
-
-    A thread is not enough to keep the event loop responsive: parsing and validating JSON are single calls that hold
-    Python's lock to their end. Long bodies get at most a sixth of the time. Tenants share it equally, and so do the
-    pieces of each: small pieces go before large ones, and none starves. Work whose caller is gone does not start.
-    """
+    """Runs one piece of work at a time, with a pause after each, in a fair order of tenants and of the pieces of each.
+    A thread does not keep the event loop responsive: parsing and validating JSON are single calls that hold Python's
+    lock to their end. So long bodies get at most a sixth of the time. Work whose caller is gone does not start."""
 
     def __init__(self) -> None:
-        self._threads = FairThreads(1, "long-bodies", rest=OTHERS_SHARE)
+        self._threads = FairThreads(1, "long-bodies", rest=PAUSE_FACTOR)
         self._numbers = itertools.count()
 
     async def run(self, size: int, work: Callable[[], Result], tenant: str = "") -> Result:

@@ -30,18 +30,17 @@ TOKENIZED_CONTEXTS = 8
 """Maximum tokens of a text for `/tokenize`, in context lengths: each takes some hundred bytes during tokenization, and
 each character may be a token."""
 
-MOST_TOKENIZED = 2**21
+MAX_TOKENIZED = 2**21
 """Maximum tokens of an answer of `/tokenize`."""
 
 DETOKENIZED = 2**18
-"""Token ids that `/detokenize` always accepts; more if `TOKENIZED_CONTEXTS` are longer. Each takes 40 bytes or more
-until it is text."""
+"""Token ids that `/detokenize` accepts, or `TOKENIZED_CONTEXTS` if more. Each takes 40 bytes or more until it is
+text."""
 
-MOST_PROFILED_STEPS = 10_000
+MAX_PROFILED_STEPS = 10_000
 """Maximum steps of one profile, which is held in memory until it is written."""
 
 OPERATORS_ONLY = [Depends(require_admin)]
-"""Dependencies of routes that change the server's state or show requests of others."""
 
 
 class CacheBusyError(RequestError):
@@ -67,7 +66,7 @@ class ProfileBody(Body):
     """`POST /start_profile`. `num_steps`: the profile ends by itself after this many steps. `output_dir`: a folder in
     `--profile-dir`."""
 
-    num_steps: int | None = Field(None, ge=1, le=MOST_PROFILED_STEPS)
+    num_steps: int | None = Field(None, ge=1, le=MAX_PROFILED_STEPS)
     output_dir: str | None = None
 
 
@@ -241,8 +240,7 @@ def control_router(context: ServerContext) -> APIRouter:
 
 
 def profile_folder(root: str | None, within: str | None) -> str:
-    """Returns the folder `within` the `root`. Raises `ParameterError` without a `root`, or if the folder is outside of
-    it."""
+    """Returns the folder `within` the `root`. Raises `ParameterError` without `root`, and if the folder is outside."""
     if root is None:
         raise ParameterError("profiling is off: start the server with --profile-dir FOLDER", param="output_dir")
     if within is None:
@@ -326,20 +324,18 @@ def _tokenizer_info(client: EngineClient) -> dict[str, object]:
 
 async def _tokenized(context: ServerContext, texts: list[str], *, special: bool) -> tuple[list[msgspec.Raw], list[int]]:
     """Returns the ids of each text as JSON, and their numbers. Raises `PromptTooLongError`."""
-    most_tokens = TOKENIZED_CONTEXTS * context.client.model_info.context_length
+    max_tokens = TOKENIZED_CONTEXTS * context.client.model_info.context_length
     written: list[msgspec.Raw] = []
     counts: list[int] = []
     total, request_id = 0, new_id("tokenize")
     for text in texts:
-        ids = await context.encode(
-            text, request_id, add_special_tokens=special, most_tokens=most_tokens, param="prompt"
-        )
+        ids = await context.encode(text, request_id, add_special_tokens=special, max_tokens=max_tokens, param="prompt")
         written.append(msgspec.Raw(msgspec.json.encode(ids)))  # a tenth of the list's memory
         counts.append(len(ids))
         total += len(ids)
-        if total > MOST_TOKENIZED:
+        if total > MAX_TOKENIZED:
             raise PromptTooLongError(
-                f"prompt has more than {MOST_TOKENIZED} tokens, the limit per request", param="prompt"
+                f"prompt has more than {MAX_TOKENIZED} tokens, the limit per request", param="prompt"
             )
         await asyncio.sleep(0)
     return written, counts

@@ -32,17 +32,14 @@ _ODD_VERSION = re.compile(r";\s*version=(?![0-9]{1,4}(\.[0-9]{1,4}){0,3}\s*(;|$)
 
 
 class SchedulerCollector(Collector):
-    """Reads the schedulers' newest statistics at each scrape, and costs nothing in between. With replicas, the label
-    `dp_rank` is the replica's number."""
+    """Reads the schedulers' newest statistics at each scrape. With replicas, the label `dp_rank` has their number."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family per metric."""
         loads = self._client.loads()
-        # A single local engine has no dp_rank label.
         names = ["model_name"] if len(loads) == 1 and not loads[0].address else ["model_name", "dp_rank"]
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for load in loads:
@@ -133,11 +130,8 @@ class SchedulerCollector(Collector):
 
 
 class LatencyHistogram(Collector):
-    """A histogram of seconds that one thread fills and reads.
-
-    prometheus_client's own histogram takes two locks for each value and cannot count one value several times: for each
-    token, that would cost more than the rest of a stream's work here.
-    """
+    """A histogram of seconds that one thread fills and reads. prometheus_client's own takes two locks for each value
+    and cannot count one several times: for each token, that would cost more than the rest of a stream's work here."""
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> None:
         self._name = name
@@ -148,12 +142,10 @@ class LatencyHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """Records `count` values of this size."""
         self._counts[bisect_left(self._bounds, seconds)] += count
         self._sum += seconds * count
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the histogram."""
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
         buckets = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
         family.add_metric(self._labels, [(bound, float(count)) for bound, count in buckets], self._sum)
@@ -199,7 +191,6 @@ class ServerMetrics:
         )
 
     def timing(self, *, stream: bool) -> RequestTiming:
-        """Returns the timing of one prompt, which starts now."""
         return RequestTiming(self, stream=stream)
 
     def _counter(self, name: str, text: str, model_name: str) -> Counter:
@@ -212,12 +203,9 @@ class ServerMetrics:
 
 
 class RequestTiming:
-    """Times the completions of one prompt.
-
-    Streamed tokens are timed as they arrive. For a completion that is not streamed, the engine reports when it sampled
-    the first and the last token; the mean time between tokens counts once for each token after the first. A server
-    behind this one (`--connect`) reports these times only to operators' keys.
-    """
+    """Times the completions of one prompt. Streamed tokens are timed as they arrive. For other completions the engine
+    reports when it sampled the first and the last token, and the mean time between tokens counts once for each token
+    after the first; a server behind this one (`--connect`) reports these times only to operators' keys."""
 
     def __init__(self, metrics: ServerMetrics, *, stream: bool) -> None:
         self._metrics = metrics
@@ -226,7 +214,6 @@ class RequestTiming:
         self._last: dict[int, float] = {}
 
     def output(self, delta: OutputDelta) -> None:
-        """Records new tokens of a completion, its end, or both."""
         now, metrics = time.monotonic(), self._metrics
         if delta.queue_seconds is not None:
             metrics.queue_time.observe(delta.queue_seconds)

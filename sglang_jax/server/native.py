@@ -17,7 +17,7 @@ from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
-from sglang_jax.server.remote_format import times_to_tell
+from sglang_jax.server.remote_format import elapsed_times
 from sglang_jax.server.repeats import HeldRepeats, RepeatPace
 from sglang_jax.server.streaming import (
     event,
@@ -35,22 +35,18 @@ Entry = tuple[float | None, int, str | None]
 
 @dataclass(frozen=True, slots=True)
 class NativeFormat:
-    """Writes the outputs of one call.
-
-    - `tell_times`: answers contain queue and sampling times, which reveal the load of others.
-    - `begin`: `time.perf_counter()` of the call's arrival.
-    """
+    """Writes the outputs of one call. `with_times`: answers contain queue and sampling times, which reveal the load of
+    others; `begin`: `time.perf_counter()` of the call's arrival."""
 
     request: NativeRequest
     tokenizer: TextTokenizer
     text_in_logprobs: bool
     hide_cached_tokens: bool
-    tell_times: bool
+    with_times: bool
     begin: float
 
     @property
     def field_names(self) -> dict[str, str]:
-        """The route's names of the engine's fields."""
         return {**ENGINE_NAMES, "prompt": self.request.prompt_field}
 
     def answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
@@ -64,8 +60,8 @@ class NativeFormat:
             "cached_tokens": None if self.hide_cached_tokens else delta.cached_tokens,
             "e2e_latency": time.perf_counter() - self.begin,
         }
-        if self.tell_times:
-            meta |= times_to_tell(delta)
+        if self.with_times:
+            meta |= elapsed_times(delta)
         if delta.drafts is not None:
             meta["spec_verify_ct"] = delta.drafts.steps
             meta["spec_draft_token_num"] = delta.drafts.drafts
@@ -80,7 +76,6 @@ class NativeFormat:
         return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
 
     def whole(self, outputs: list[list[OutputDelta]]) -> Response:
-        """Returns the answer without streaming, from the finished outputs of each prompt."""
         answers = (self.answer(number, output) for number, group in enumerate(outputs) for output in group)
         return json_list_response(b"" if self.request.single else b"[", answers, b"" if self.request.single else b"]")
 
@@ -135,7 +130,6 @@ def native_router(context: ServerContext) -> APIRouter:
 
 
 async def _answer(context: ServerContext, form: NativeFormat, number: int, delta: OutputDelta) -> dict[str, object]:
-    """Returns `form.answer`, written in a thread if the delta has many prompt logprobs."""
     write = partial(form.answer, number, delta)
     return await context.write_answer(write, [delta]) if delta.prompt_logprobs else write()
 
@@ -149,7 +143,7 @@ class Repeats:
 
 
 async def _new_only(context: ServerContext, form: NativeFormat) -> AsyncGenerator[bytes, None]:
-    """Yields the events of a stream in which each event has only new output."""
+    """Yields the events of a stream; each has only new output."""
     call = form.request
     async with context.generate(call.request_id, call.prompts, form.field_names) as deltas:
         async for number, delta in deltas:
@@ -159,8 +153,8 @@ async def _new_only(context: ServerContext, form: NativeFormat) -> AsyncGenerato
 
 
 async def _repeating(context: ServerContext, form: NativeFormat, repeats: Repeats) -> AsyncGenerator[bytes, None]:
-    """Yields the events of a stream in which each event repeats all output so far."""
-    call, whose = form.request, current_caller().name
+    """Yields the events of a stream; each repeats all output so far."""
+    call, caller = form.request, current_caller().name
     async with context.generate(call.request_id, call.prompts, form.field_names) as deltas:
         with repeats.held.share() as share:
             async for number, delta in deltas:
@@ -177,4 +171,4 @@ async def _repeating(context: ServerContext, form: NativeFormat, repeats: Repeat
                 if last:
                     share.drop(index)
                 else:
-                    await repeats.pace.after(size, whose)
+                    await repeats.pace.after(size, caller)

@@ -79,7 +79,7 @@ def native_request(
     body: GenerateBody, defaults: GenerationDefaults, headers: Headers, check_size: Callable[[int, int, str], None]
 ) -> NativeRequest:
     """Validates a `/generate` body. `defaults`: for sampling fields that it leaves out; `check_size`: see
-    `ServerContext.check_size`. Raises `ParameterError` with the field."""
+    `ServerContext`. Raises `ParameterError`."""
     field, prompts, batch = _prompts(body)
     count = len(prompts)
     check_size(count, count, field)
@@ -149,7 +149,6 @@ def _prompts(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]:
 
 
 def _ids(rid: str | list[str] | None, count: int) -> tuple[str, list[str]]:
-    """Returns the id of the request, and one for each prompt."""
     if isinstance(rid, list):
         if len(rid) != count:
             raise ParameterError(f"rid holds {len(rid)} ids for {count} prompts", param="rid")

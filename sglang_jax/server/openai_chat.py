@@ -41,7 +41,7 @@ FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logpro
 
 SYSTEM_ROLES = ("system", "developer")
 
-LIKE_CHARACTERS = 256
+CHARACTERS_PER_MESSAGE = 256
 """Rendering a message takes about as long as this many of its characters."""
 
 
@@ -141,10 +141,9 @@ class ChatFormat:
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
     usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
-    _begun: dict[int, ReplyReader | None] = field(default_factory=dict)
+    _readers: dict[int, ReplyReader | None] = field(default_factory=dict)
 
     def input(self, token_ids: list[int], sampling: SamplingParams, headers: Headers, bos: int | None) -> GenerateInput:
-        """Returns the engine's input. `bos`: the model's beginning-of-sequence token."""
         body = self.body
         return GenerateInput(
             prompt=token_ids,
@@ -162,7 +161,6 @@ class ChatFormat:
         )
 
     def answer(self, outputs: list[OutputDelta]) -> ChatCompletion:
-        """Returns the complete answer from finished outputs."""
         choices = []
         for output in outputs:
             self.usage.add(0, output)
@@ -207,27 +205,26 @@ class ChatFormat:
         )
 
     def changes(self, delta: OutputDelta) -> list[ChunkChoice]:
-        """Returns the chunks for a delta: the role once, then text, reasoning and calls, and finally the finish
-        reason."""
+        """Returns the chunks for a delta: the role, then text, reasoning and calls, and finally the finish reason."""
         self.usage.add(0, delta)
         index, finish = delta.index, delta.finish
         deltas: list[Delta] = []
-        if index not in self._begun:
-            self._begun[index] = self.plan.reader()
+        if index not in self._readers:
+            self._readers[index] = self.plan.reader()
             deltas.append(Delta(role="assistant", content=""))
-        said = len(deltas)
-        reader = self._begun[index]
+        first_content = len(deltas)
+        reader = self._readers[index]
         if reader is not None:
             deltas += self._pieces(reader.read(delta.text, finished=finish is not None))
         elif delta.text:
             deltas.append(Delta(content=delta.text))
         changes = []
         if self.body.logprobs and delta.logprobs:
-            if said == len(deltas):
+            if first_content == len(deltas):
                 deltas.append(Delta(content=""))
             logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
             changes = [ChunkChoice(index=index, delta=one) for one in deltas]
-            changes[said].logprobs = logprobs
+            changes[first_content].logprobs = logprobs
         else:
             changes = [ChunkChoice(index=index, delta=one) for one in deltas]
         if finish is not None:
@@ -236,7 +233,7 @@ class ChatFormat:
         return changes
 
     def _pieces(self, pieces: list[Piece]) -> list[Delta]:
-        """Returns the pieces of a reply as deltas. A call's name and its first arguments share a delta."""
+        """Returns deltas. A call's name and its first arguments share one."""
         deltas: list[Delta] = []
         call: CallDelta | None = None
         for piece in pieces:
@@ -310,9 +307,8 @@ def chat_router(context: ServerContext) -> APIRouter:
 
 
 def _turn(turn: SessionTurnInput | None, token_ids: list[int], bos: int | None) -> SessionTurnInput | None:
-    """Returns the turn with its opening token, which only the first turn of a session starts with: the model's BOS if
-    the chat template writes it once. A BOS that is repeated starts each message (ChatML's `<|im_start|>` in some
-    models), and is a part of it."""
+    """Returns the turn with its opening token, which only a session's first turn starts with: the model's BOS if the
+    template writes it once. A repeated BOS is a part of each message (ChatML's `<|im_start|>` in some models)."""
     if turn is None:
         return None
     opening = bos if bos is not None and token_ids.count(bos) == 1 else -1
@@ -322,30 +318,24 @@ def _turn(turn: SessionTurnInput | None, token_ids: list[int], bos: int | None) 
 async def _render_and_encode(
     context: ServerContext, body: ChatBody, tools: ToolRequest | None, formats: ReplyFormats, request_id: str
 ) -> tuple[ChatText, list[int]]:
-    """Renders and tokenizes a conversation, in threads.
-
-    **Raises:** the errors of `chat_text`; `PromptTooLongError` if the messages, or the rendered text, cannot fit into
-    the model's context.
-    """
+    """Renders and tokenizes a conversation, in threads. Raises as `chat_text` does, and `PromptTooLongError` if the
+    messages, or the rendered text, cannot fit into the model's context."""
     tokenizer, most = context.client.tokenizer, context.client.model_info.context_length
     characters = body.num_characters()
     check_characters(characters, tokenizer, most, "messages")
     calls = any(message.tool_calls or message.role == "tool" for message in body.messages)
     short_ids = calls and formats.family is not None and formats.family.short_ids
     work = partial(chat_text, tokenizer, body, tools, short_ids=short_ids)
-    size = characters + LIKE_CHARACTERS * len(body.messages)
+    size = characters + CHARACTERS_PER_MESSAGE * len(body.messages)
     chat = await context.render(work, size=size, request_id=request_id)
     check_characters(len(chat.text), tokenizer, most, "messages")
-    token_ids = await context.encode(
-        chat.text, request_id, add_special_tokens=False, most_tokens=most, param="messages"
-    )
+    token_ids = await context.encode(chat.text, request_id, add_special_tokens=False, max_tokens=most, param="messages")
     return chat, token_ids
 
 
 async def _shared_len(
     context: ServerContext, body: ChatBody, chat: ChatText, prompt: GenerateInput, beginnings: SharedBeginnings
 ) -> int:
-    """See `SharedBeginnings`."""
     asked = next((message.content for message in body.messages if message.role not in SYSTEM_ROLES), None)
     if isinstance(asked, list):
         asked = next((part.text for part in asked if part.text), None)
@@ -355,7 +345,7 @@ async def _shared_len(
         context.encode,
         request_id=prompt.request_id or "",
         add_special_tokens=False,
-        most_tokens=context.client.model_info.context_length,
+        max_tokens=context.client.model_info.context_length,
         param="messages",
     )
     assert isinstance(prompt.prompt, list)

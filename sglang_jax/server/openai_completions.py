@@ -65,7 +65,6 @@ class CompletionFormat:
     _last_decoded: tuple[int, str] = (-1, "")
 
     def inputs(self, defaults: GenerationDefaults, headers: Headers) -> list[GenerateInput]:
-        """Returns the engine's inputs. Raises `ParameterError`."""
         body = self.body
         limit = COMPLETION_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = openai_sampling(body, limit, defaults)
@@ -89,8 +88,7 @@ class CompletionFormat:
         ]
 
     def choice(self, number: int, delta: OutputDelta) -> CompletionChoice | None:
-        """Returns the choice for a delta of prompt `number`; the first one starts with the prompt if that is echoed.
-        None if it would be empty."""
+        """Returns the choice for a delta of prompt `number`, the first with an echoed prompt; None if it is empty."""
         index = number * (self.body.n or 1) + delta.index
         text = delta.text
         logprobs = CompletionLogprobs() if self.body.logprobs is not None else None
@@ -117,7 +115,6 @@ class CompletionFormat:
         )
 
     def whole(self, outputs: list[list[OutputDelta]]) -> Response:
-        """Returns the answer without streaming, from the finished outputs of each prompt."""
         for number, group in enumerate(outputs):
             for output in group:
                 self.usage.add(number, output)

@@ -56,22 +56,18 @@ class OpenAIBody(OpenAISampling):
 
     @property
     def cache_namespace(self) -> str | None:
-        """The engine's `extra_key`."""
         return cache_namespace(self.extra_key, self.cache_salt)
 
     @property
     def session(self) -> SessionTurnInput | None:
-        """The session whose next turn this is, if any. Raises `ParameterError`."""
         return None if self.session_params is None else self.session_params.turn_of()
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each event of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
@@ -85,12 +81,11 @@ class CompletionBody(OpenAIBody):
     logprobs: int | None = None
     best_of: int | None = None
 
-    def is_done_anyway(self, name: str, value: object) -> bool:
+    def is_neutral(self, name: str, value: object) -> bool:
         """Whether it asks for special tokens, which the tokenizer adds anyway."""
         return name == "add_special_tokens" and value is True
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts of the batch. Raises `ParameterError` for an empty one."""
         prompts: list[str | list[int]] = []
         match self.prompt:
             case str() | [int(), *_]:
@@ -180,14 +175,13 @@ class ChatBody(OpenAIBody):
     thinking: Annotated[bool, BeforeValidator(_thinks, json_schema_input_type=bool | ThinkingBody)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def is_done_anyway(self, name: str, value: object) -> bool:
+    def is_neutral(self, name: str, value: object) -> bool:
         """Whether it turns off the generation prompt of a message that is continued, which has none anyway."""
         return name == "add_generation_prompt" and value is False and self.continue_final_message is True
 
     @property
     def shows_reasoning(self) -> bool:
-        """Whether the answer contains the reasoning. Raises `ParameterError` if it is to be both dropped and left in
-        the text."""
+        """Whether the answer has the reasoning. Raises `ParameterError` if it is both dropped and left in the text."""
         if self.include_reasoning is False and self.separate_reasoning is False:
             raise ParameterError(
                 "include_reasoning: false drops the reasoning, separate_reasoning: false leaves it in the text: "
@@ -201,9 +195,8 @@ class ChatBody(OpenAIBody):
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, most_tools)
 
     def template_variables(self, tokenizer: TextTokenizer) -> dict[str, Any]:
-        """Returns the variables for the chat template in addition to messages and tools. Raises `ParameterError`; and
-        `UnsupportedParameterError` for `reasoning_effort`, `enable_thinking` or `thinking` if the template has no
-        variable of this name."""
+        """Returns the chat template's further variables. Raises `ParameterError`; `UnsupportedParameterError` for
+        `reasoning_effort`, `enable_thinking` or `thinking` if the template has no such variable."""
         given = dict(self.chat_template_kwargs or {})
         if len(given) > MAX_TEMPLATE_VARIABLES:
             raise ParameterError(
@@ -235,10 +228,8 @@ class ChatBody(OpenAIBody):
         return given
 
     def token_limit(self) -> int | None:
-        """Returns the maximum tokens of the answer; None for the rest of the context. Raises `ParameterError`.
-
-        It is at least 1, as with OpenAI: this route has no field to report on a prompt without an answer.
-        """
+        """Returns the maximum tokens of the answer; None for the rest of the context. Raises `ParameterError` below 1,
+        as OpenAI does: this route has no field to report on a prompt without an answer."""
         limit = one_of("max_completion_tokens", self.max_completion_tokens, "max_tokens", self.max_tokens)
         if limit is not None and limit < 1:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
@@ -258,7 +249,6 @@ class ChatBody(OpenAIBody):
             )
 
     def num_characters(self) -> int:
-        """Returns the characters of all messages' texts together."""
         contents = [message.content for message in self.messages]
         parts = [part.text or "" for content in contents if isinstance(content, list) for part in content]
         return sum(map(len, parts)) + sum(len(content) for content in contents if isinstance(content, str))
@@ -302,8 +292,7 @@ def _part_text(path: str, part: ContentPart) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A conversation as the model reads it. `continued`: the text of the assistant's message that the answer continues,
-    if any."""
+    """A conversation as the model reads it. `continued`: the assistant's message that the answer continues, if any."""
 
     text: str
     continued: str | None = None
@@ -312,12 +301,8 @@ class ChatText:
 def chat_text(
     tokenizer: TextTokenizer, body: ChatBody, tools: ToolRequest | None = None, *, short_ids: bool = False
 ) -> ChatText:
-    """Renders the conversation up to the point where the answer starts or continues.
-
-    **Arguments:** `short_ids`: the template requires call ids of nine letters and digits.
-
-    **Raises:** `ParameterError`; `RequestError` if the chat template refuses the messages.
-    """
+    """Renders the conversation up to where the answer starts or continues. `short_ids`: the template requires call ids
+    of nine letters and digits. Raises `ParameterError`; `RequestError` if the template refuses the messages."""
     # Roles first: the required fields of a message depend on its role.
     tokenizer.check_roles([message.role for message in body.messages])
     conversation = body.conversation()
@@ -334,8 +319,7 @@ def chat_text(
             "continue_final_message needs a last message with role assistant, with text and without tool calls",
             param="continue_final_message",
         )
-    # The template may write the message's text again after it, so a random word marks its end. The word also shows
-    # whether the template keeps white space.
+    # A random word marks the text's end, which the template may repeat later, and shows whether it keeps white space.
     end, spaces = secrets.token_hex(16), "\t \t"
     text = tokenizer.render_chat(
         [*earlier, {**last, "content": f"{said}{end}{spaces}"}],

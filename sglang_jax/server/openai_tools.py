@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from sglang_jax.errors import ParameterError, quote
-from sglang_jax.replies.call_reader import MOST_NAME_CHARACTERS, NAME
+from sglang_jax.replies.call_reader import MAX_TOOL_NAME_CHARACTERS, NAME
 from sglang_jax.replies.forms import Tool
 from sglang_jax.replies.json_scan import json_value
 from sglang_jax.server.fields import Body
@@ -72,8 +72,7 @@ class CallBody(Body):
     function: CalledBody
 
     def for_template(self, path: str) -> dict[str, Any]:
-        """Returns the call in the format of chat templates. Raises `ParameterError` if the arguments are not a JSON
-        object."""
+        """Returns the call for chat templates. Raises `ParameterError` unless the arguments are a JSON object."""
         arguments = self.function.arguments or "{}"
         if isinstance(arguments, str) and not isinstance(json_value(arguments), dict):
             place = f"{path}.function.arguments"
@@ -103,10 +102,7 @@ class ToolRequest:
 
 def read_tools(tools: Sequence[ToolBody] | None, choice: Any, parallel: bool | None, most: int) -> ToolRequest | None:
     """Validates the tools of a request; None if no tool may be called. Raises `ParameterError` with the place of the
-    fault.
-
-    **Arguments:** `choice`: `tool_choice`; `parallel`: `parallel_tool_calls`; `most`: maximum tools of a request.
-    """
+    fault. `choice`: `tool_choice`; `parallel`: `parallel_tool_calls`; `most`: maximum tools."""
     offered = tools or ()
     if len(offered) > most:
         raise ParameterError(
@@ -138,9 +134,9 @@ def _checked(tool: ToolBody, path: str) -> Tool:
     if tool.function is None:
         raise ParameterError(f"{path}.function is required", param=f"{path}.function", code="missing_field")
     name, place = tool.function.name, f"{path}.function.name"
-    if not NAME.fullmatch(name) or len(name) > MOST_NAME_CHARACTERS:
+    if not NAME.fullmatch(name) or len(name) > MAX_TOOL_NAME_CHARACTERS:
         raise ParameterError(
-            f"{place} must be 1 to {MOST_NAME_CHARACTERS} of letters, digits, '_', '-' and '.', got {quote(name)}",
+            f"{place} must be 1 to {MAX_TOOL_NAME_CHARACTERS} of letters, digits, '_', '-' and '.', got {quote(name)}",
             param=place,
         )
     field = f"{path}.function.parameters"
@@ -240,8 +236,7 @@ def _offered(name: str, place: str, known: Mapping[str, Tool]) -> str:
 
 
 def with_short_ids(message: dict[str, object]) -> dict[str, object]:
-    """Returns the message with call ids of nine letters and digits, as Mistral's templates require; other ids are
-    hashed."""
+    """Returns the message with call ids of nine letters and digits, as Mistral's templates require; hashes others."""
     changed = dict(message)
     if isinstance(message.get("tool_call_id"), str):
         changed["tool_call_id"] = _short_id(str(message["tool_call_id"]))

@@ -26,11 +26,7 @@ class Usage(msgspec.Struct):
 
 
 class UsageCount:
-    """Sums the tokens of the completions of all prompts.
-
-    A prompt counts once, however many completions it has. So do its cached tokens: those of its first completion, whose
-    prompt the others share.
-    """
+    """Sums the tokens of all completions. A prompt and its cached tokens count once, those of its first completion."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -38,14 +34,12 @@ class UsageCount:
         self._completions: dict[tuple[int, int], int] = {}
 
     def add(self, number: int, output: OutputDelta) -> None:
-        """Adds the newest delta of one completion of prompt `number`."""
         if output.index == 0:
             self._prompts[number] = (output.prompt_tokens, output.cached_tokens)
         self._completions[number, output.index] = output.completion_tokens
 
     def so_far(self, body: OpenAIBody) -> Usage | UnsetType | None:
-        """Returns the usage of an event with choices, according to `stream_options`: null if only the last event has
-        it."""
+        """Returns the usage of an event with choices, by `stream_options`: null if only the last event has it."""
         if body.continuous_usage:
             return self.total()
         return None if body.include_usage else UNSET

@@ -1,7 +1,5 @@
-"""`/openapi.json`: FastAPI's description of the routes, with keys, answers and errors added.
-
-FastAPI does not know these: msgspec or dicts write answers, and the handlers write errors.
-"""
+"""`/openapi.json`: FastAPI's description of the routes, with keys, answers and errors added, which FastAPI does not
+know: msgspec or dicts write answers, and the handlers write errors."""
 
 from __future__ import annotations
 
@@ -133,17 +131,13 @@ ANSWERS: dict[str, tuple[Any, Any]] = {
 
 
 class DescribedApp(FastAPI):
-    """An application with a complete `/openapi.json`.
-
-    **Arguments:** `asks_for_a_key`: whether all clients need a key.
-    """
+    """An application with a complete `/openapi.json`. `asks_for_a_key`: whether all clients need a key."""
 
     def __init__(self, *, asks_for_a_key: bool, **options: Any) -> None:
         super().__init__(version=version(), **options)
         self._asks_for_a_key = asks_for_a_key
 
     def openapi(self) -> dict[str, Any]:
-        """See `FastAPI.openapi`."""
         if self.openapi_schema is None:
             described = super().openapi()
             _describe(described, self._asks_for_a_key)

@@ -17,12 +17,11 @@ READABLE_HEADERS = ("Retry-After", "X-Request-Id")
 
 
 class AllowedOrigins:
-    """Answers the preflight requests of browsers, and lets pages of some origins read answers.
+    """Answers the preflight requests of browsers, and lets pages of `origins` read answers: as browsers send them,
+    `https://chat.example.org`; `*` for all; empty for none.
 
     A preflight has no key, so this middleware runs before the check of keys. Pages of other origins get no CORS header.
     Their preflights get an error that says what would allow them, which browsers show among a page's requests.
-
-    **Arguments:** `origins`: as browsers send them, `https://chat.example.org`; `*` for all; empty for none.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
@@ -52,6 +51,5 @@ class AllowedOrigins:
 
 
 def is_allowed(headers: Headers, origins: Collection[str]) -> bool:
-    """Whether a request is from a page whose origin is in `origins`."""
     origin = headers.get("origin")
     return origin is not None and ("*" in origins or origin in origins)

@@ -22,13 +22,11 @@ class PartialRequest(Protocol):
 
 
 class PartialRequests:
-    """Bounds the bytes of partial requests over all connections together.
+    """Bounds the bytes of partial requests over all connections together. `what`: these, in the plural, for errors.
 
     Above `most` bytes, it refuses the oldest of those that are at least half as long as the average. A client that
     sends without pauses has finished before that, however many others are silent, and one that has sent little frees
     little. All methods run on one event loop.
-
-    **Arguments:** `what`: what is held, in the plural, for errors.
     """
 
     def __init__(self, most: int, what: str) -> None:

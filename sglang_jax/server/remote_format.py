@@ -19,10 +19,8 @@ from sglang_jax.server.fields import CLIENT_REQUEST_HEADER, SHARED_LENGTH_HEADER
 
 
 def request_headers(request: GenerateInput) -> dict[str, str]:
-    """Returns headers with the request's tenant, client request, shared prefix length, and log id.
-
-    They are headers because older servers ignore unknown ones.
-    """
+    """Returns headers with the request's tenant, client request, shared prefix length, and log id; in headers, because
+    older servers ignore unknown ones."""
     headers = tenant_headers(request.tenant)
     if request.flow:
         headers[CLIENT_REQUEST_HEADER] = quote(request.flow)
@@ -34,13 +32,11 @@ def request_headers(request: GenerateInput) -> dict[str, str]:
 
 
 def tenant_headers(tenant: str) -> dict[str, str]:
-    """Returns headers with the tenant of a request or session."""
     return {TENANT_HEADER: quote(tenant)} if tenant else {}
 
 
 def request_body(request: GenerateInput, name: str, context_length: int) -> dict[str, Any]:
-    """Returns the body for the native route. All sampling fields are set, so that the server's defaults do not
-    apply."""
+    """Returns the body for the native route, with all sampling fields, so that the server's defaults do not apply."""
     prompt = request.prompt
     assert not isinstance(prompt, str)
     ids = [int(token) for token in prompt]
@@ -74,7 +70,6 @@ def request_body(request: GenerateInput, name: str, context_length: int) -> dict
 
 
 def _grammar(grammar: Grammar) -> dict[str, Any]:
-    """Returns the native route's field for a grammar."""
     if grammar.kind is GrammarKind.CHOICE:
         return {"guided_choice": msgspec.json.decode(grammar.text)}
     return {grammar.kind.value: grammar.text}
@@ -104,14 +99,14 @@ def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """Returns the event in a line of a stream; None for the stream's end, and for lines between events."""
+    """Returns the event in a line of a stream; None for its end, and for lines between events."""
     if not line.startswith("data: ") or line == "data: [DONE]":
         return None
     found: dict[str, Any] = msgspec.json.decode(line.removeprefix("data: ").encode())
     return found
 
 
-def times_to_tell(delta: OutputDelta) -> dict[str, object]:
+def elapsed_times(delta: OutputDelta) -> dict[str, object]:
     """Returns the times for `meta_info`, as seconds before now, because another machine has another clock."""
     times: dict[str, object] = {}
     if delta.queue_seconds is not None:
@@ -123,8 +118,7 @@ def times_to_tell(delta: OutputDelta) -> dict[str, object]:
 
 
 def _sampled(meta: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Returns the times of the first and last sampled token by this machine's clock. They include the answer's time on
-    the network."""
+    """Returns when the first and last token were sampled, by this machine's clock, plus the time on the network."""
     if "sampled_ago" not in meta:
         return None
     now = time.monotonic()
@@ -133,8 +127,7 @@ def _sampled(meta: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> int:
-    """Adds an answer of the native route to the outputs, and returns its completion's index. `first`: it is the
-    completion's first."""
+    """Adds an answer of the native route, the `first` of its completion or not. Returns the completion's index."""
     request, meta = outputs.request, answer["meta_info"]
     prompt_logprobs: list[TokenLogprob] | None = None
     if first and request.return_logprob and request.logprob_start_len >= 0:

@@ -37,13 +37,13 @@ PROFILE_SECONDS = 600.0
 HEALTH_SECONDS = 1.0
 """Seconds between two polls of a server's health and load."""
 
-MISSED_LOOKS = 3
+MISSED_POLLS = 3
 """Polls in a row without an answer after which a server is considered lost."""
 
 PROBE = "The quick brown fox jumps: 12.50 €, Übergröße, 東京\n\n  def f(x): return x"
 """Text that different models' tokenizers split differently."""
 
-GONE = frozenset({"shutting_down", "engine_dead", "unavailable"})
+ENDED_CODES = frozenset({"shutting_down", "engine_dead", "unavailable"})
 """Codes of errors that mean that the server, not only the request, has ended."""
 
 _NATIVE_NAMES = {"rid": "request_id", "input_ids": "prompt"}
@@ -51,12 +51,9 @@ _NATIVE_NAMES = {"rid": "request_id", "input_ids": "prompt"}
 
 
 class RemoteLink:
-    """A `Link` to a server on another machine. Created by `connect`; all methods run on one event loop.
-
-    The server sends text as well as tokens, because it decodes them anyway to find stop strings. A request that does
-    not stream gets its answer in one piece. If a connection breaks before anything came back, it is unknown whether the
-    request was started.
-    """
+    """A `Link` to a server on another machine. Created by `connect`; all methods run on one event loop. The server
+    sends text as well as tokens, because it decodes them anyway to find stop strings. A request that does not stream
+    gets its answer in one piece, so if the connection breaks before, it is unknown whether the request was started."""
 
     def __init__(self, address: str, http: httpx2.AsyncClient, model_info: ModelInfo) -> None:
         self.address = address
@@ -77,11 +74,8 @@ class RemoteLink:
 
     @classmethod
     async def connect(cls, address: str, tokenizer: TextTokenizer, api_key: str | None) -> RemoteLink:
-        """Connects to the server at HOST:PORT.
-
-        **Raises:** `EngineDeadError` if it does not answer or does not serve; `ConfigError` if its model has another
-        tokenizer.
-        """
+        """Connects to the server at HOST:PORT. Raises `EngineDeadError` if it does not answer or does not serve;
+        `ConfigError` if its model has another tokenizer."""
         http = httpx2.AsyncClient(
             base_url=f"http://{address}",
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
@@ -93,41 +87,35 @@ class RemoteLink:
             info = msgspec.convert(await _get(http, "/model_info"), ModelInfo, strict=False)
             await _check_tokenizer(http, address, tokenizer)
             link = cls(address, http, info)
-            await link._look()
+            await link._poll()
         except BaseException:
             await http.aclose()
             raise
-        link._watch = asyncio.create_task(link._keep_looking(), name=f"watch-{address}")
+        link._watch = asyncio.create_task(link._keep_polling(), name=f"watch-{address}")
         return link
 
     @property
     def model_info(self) -> ModelInfo:
-        """The server's model."""
         return self._model_info
 
     @property
     def max_running_requests(self) -> int:
-        """Rows of all its replicas."""
         return self._rows
 
     @property
     def max_total_tokens(self) -> int:
-        """See `Link.max_total_tokens`."""
         return self._tokens
 
     @property
     def external_load(self) -> int:
-        """See `Link.external_load`; at the last poll."""
         return self._external_load
 
     @property
     def alive(self) -> bool:
-        """Whether the server is not lost."""
         return not self._over.done()
 
     @property
     def silent_seconds(self) -> float:
-        """See `Link.silent_seconds`: that of the server's engines."""
         return self._silent_seconds
 
     @property
@@ -136,7 +124,6 @@ class RemoteLink:
         return self._stats
 
     def submit(self, outputs: RequestOutputs) -> None:
-        """See `Link.submit`."""
         if not self.alive:
             raise EngineDeadError(f"{self.address} is lost: {self._over.result()}")
         self._in_flight += outputs.request.sampling.n
@@ -144,7 +131,6 @@ class RemoteLink:
         self._runs[outputs] = _Run(name, self._start(self._run(outputs, name)))
 
     def abort(self, outputs: RequestOutputs) -> None:
-        """See `Link.abort`."""
         run = self._runs.get(outputs)
         if run is not None:
             self._start(self._abort(run.name))
@@ -157,7 +143,6 @@ class RemoteLink:
             self._in_flight -= outputs.request.sampling.n
 
     async def open_session(self, options: SessionOptions) -> None:
-        """See `Link.open_session`."""
         assert options.session_id is not None
         body = {
             "capacity_of_str_len": 0,
@@ -168,11 +153,9 @@ class RemoteLink:
         await self._post("/open_session", body, tenant_headers(options.owner))
 
     async def close_session(self, session_id: str, owner: str) -> None:
-        """See `Link.close_session`."""
         await self._post("/close_session", {"session_id": session_id}, tenant_headers(owner))
 
     async def _post(self, path: str, body: dict[str, object], headers: dict[str, str]) -> None:
-        """Sends a request. Raises the error of the server's answer."""
         try:
             response = await self._http.post(path, json=body, headers=headers, timeout=CONNECT_SECONDS)
         except httpx2.TransportError as error:
@@ -181,7 +164,6 @@ class RemoteLink:
             raise self._error(response)
 
     async def flush_cache(self) -> bool:
-        """See `EngineClient.flush_cache`."""
         response = await self._call("POST", "/flush_cache")
         return response.status_code == 200
 
@@ -190,7 +172,6 @@ class RemoteLink:
         return await self._profile("/start_profile", {} if steps is None else {"num_steps": steps})
 
     async def stop_profile(self) -> str:
-        """See `Link.stop_profile`."""
         return await self._profile("/stop_profile", {})
 
     async def _profile(self, path: str, body: dict[str, object]) -> str:
@@ -208,13 +189,11 @@ class RemoteLink:
         return ", ".join(f"{self.address}: {folder}" for folder in response.json()["folders"])
 
     async def state(self) -> dict[str, object]:
-        """Returns the state of the server's only replica, or of all its replicas."""
         response = await self._call("GET", "/server_info")
         states = response.json()["internal_states"]
         return dict(states[0]) if len(states) == 1 else {"replicas": states}
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """See `Link.cache_reports`."""
         response = await self._call("GET", "/cache_report")
         if response.status_code != 200:
             raise self._error(response)
@@ -222,7 +201,6 @@ class RemoteLink:
         return reports
 
     async def ended(self) -> str:
-        """See `Link.ended`."""
         return await asyncio.shield(self._over)
 
     async def close(self, *, drain: bool = False) -> None:
@@ -244,7 +222,7 @@ class RemoteLink:
         return task
 
     async def _run(self, outputs: RequestOutputs, name: str) -> None:
-        """Sends the request and fills the outputs. Errors go to the outputs, because nothing awaits this task."""
+        """Sends the request and fills the outputs. Errors go there, because nothing awaits this task."""
         try:
             await self._ask(outputs, name)
         except httpx2.ConnectError as error:
@@ -283,7 +261,7 @@ class RemoteLink:
                 if (event := event_of(line)) is None:
                     continue
                 if "error" in event:
-                    raise self._as_raised(event["error"], 500)
+                    raise self._error_of(event["error"], 500)
                 index = add_answer(outputs, event, first=int(event.get("index", 0)) not in begun)
                 begun.add(index)
         if any(completion.finish is None for completion in outputs.completions):
@@ -294,13 +272,12 @@ class RemoteLink:
             error = response.json()["error"]
         except (ValueError, KeyError, TypeError):
             error = {"message": f"{self.address} returned status {response.status_code}: {response.text[:200]}"}
-        return self._as_raised(error, response.status_code)
+        return self._error_of(error, response.status_code)
 
-    def _as_raised(self, error: Mapping[str, Any], status: int) -> RequestError:
+    def _error_of(self, error: Mapping[str, Any], status: int) -> RequestError:
         code, message = error.get("code"), str(error.get("message"))
-        if code in GONE:
-            # A draining server has not started the request, or not finished it, so another may run it. If the engine
-            # died, the request may be the cause.
+        if code in ENDED_CODES:
+            # Another may run a request that a draining server has not finished. It may have killed a dead engine.
             if code != "engine_dead":
                 self._lose(message)
             return EngineDeadError(f"{self.address}: {message}", started=None if code == "engine_dead" else False)
@@ -325,20 +302,19 @@ class RemoteLink:
         except httpx2.TransportError as error:
             raise EngineDeadError(f"{self.address} does not answer: {type(error).__name__} {error}") from error
 
-    async def _keep_looking(self) -> None:
+    async def _keep_polling(self) -> None:
         missed = 0
         while self.alive:
             await asyncio.sleep(HEALTH_SECONDS)
             try:
-                await self._look()
+                await self._poll()
                 missed = 0
             except EngineDeadError as error:
                 missed += 1
-                # An error answer that the server has ended counts at once.
-                if error.started is False or missed == MISSED_LOOKS:
+                if error.started is False or missed == MISSED_POLLS:
                     self._lose(error.message)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         mine = self._in_flight
         await _get(self._http, "/health")
         answer = await _get(self._http, "/v1/loads")
@@ -362,8 +338,7 @@ class RemoteLink:
 
 
 async def _get(http: httpx2.AsyncClient, path: str) -> Any:
-    """Returns the JSON answer. Raises `EngineDeadError`: `started` is False for an error answer, None without an
-    answer."""
+    """Returns the JSON answer. Raises `EngineDeadError`, `started` False for an error answer, None for no answer."""
     try:
         response = await http.get(path, timeout=CONNECT_SECONDS)
     except httpx2.TransportError as error:
@@ -391,7 +366,5 @@ async def _check_tokenizer(http: httpx2.AsyncClient, address: str, tokenizer: Te
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A request at the server: its id there, and the task that runs it."""
-
     name: str
     task: asyncio.Task[None]

@@ -17,7 +17,7 @@ from sglang_jax.engine.types import EngineClient, ReplicaState, TextTokenizer
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.remote_link import RemoteLink
 
-RETRY = Backoff(first=1.0, most=10.0, settled=10.0, give_up=None)
+RETRY = Backoff(first_delay=1.0, max_delay=10.0, settled_after=10.0, give_up=None)
 """Connecting to a lost server is retried without an end."""
 
 
@@ -29,14 +29,9 @@ async def connect_engines(
     config: ServerConfig, tokenizer: TextTokenizer | None = None, launch: LaunchLink = launch_replica_link
 ) -> EngineClient:
     """Returns a client of the servers in `config.connect`, once one of them serves; with `local` in the list, also of
-    this server's engines, once all of these serve.
-
-    **Arguments:** `tokenizer`: of their model; None for that of the options. `launch`: starts an engine of this server.
-
-    **Raises:** `ConfigError` for an invalid list, options that start engines without `local` in the list, or a server
-    with another tokenizer; `CheckpointError` for a tokenizer that cannot be loaded; errors of `launch`;
-    `EngineDeadError` if no server answers.
-    """
+    this server's engines, once all of these serve. `tokenizer`: None for that of the options. Raises `ConfigError` for
+    an invalid list, options that start engines without `local` in the list, or a server with another tokenizer; errors
+    of `launch` and of loading the tokenizer; `EngineDeadError` if no server answers."""
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request at INFO
     addresses, with_own = read_addresses(config.connect or "")
     if config.nnodes > 1 or (config.dp_size > 1 and not with_own):
@@ -66,8 +61,7 @@ async def connect_engines(
 
 
 def read_addresses(text: str) -> tuple[list[str], bool]:
-    """Returns the addresses of HOST:PORT,HOST:PORT, and whether `local` is among them. Raises `ConfigError` with the
-    invalid one."""
+    """Returns the addresses of HOST:PORT,HOST:PORT, and whether `local` is among them. Raises `ConfigError`."""
     parts = [part.strip() for part in text.split(",")]
     addresses = [part for part in parts if part != LOCAL]
     for address in addresses:
@@ -82,8 +76,7 @@ def read_addresses(text: str) -> tuple[list[str], bool]:
 
 
 async def _start(replicas: Sequence[Replica[Link]], *, alone: bool) -> None:
-    """Starts all replicas; those that do not answer yet are retried later. Raises the first error if none answers and
-    there are no other replicas (`alone`)."""
+    """Starts all replicas, and retries later if one does not answer. Raises if none does and they are `alone`."""
     results = await asyncio.gather(*(replica.start() for replica in replicas), return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     wrong = next((error for error in errors if isinstance(error, ConfigError)), None)

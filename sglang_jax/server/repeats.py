@@ -20,7 +20,7 @@ from sglang_jax.server.streaming import RESPONSE_SLICE
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceASecond())
 
-MOST_HELD_BYTES = 128 * 2**20
+MAX_HELD_BYTES = 128 * 2**20
 """Maximum bytes that all streams hold for repetition. A token takes about 11 bytes, so a few hundred long outputs fit;
 with twenty alternatives it takes 700."""
 
@@ -42,12 +42,9 @@ _GAP_LIST = msgspec.Raw(b"[%b]" % GAP)
 
 
 class RepeatedAnswer:
-    """The answers of one completion in a stream whose events repeat all output so far.
-
-    Repeated output is encoded as JSON once and copied from then on, so an event costs no more than copying its bytes.
-    The answers of `add` have a `GAP` in place of each repeated text or list, which `pieces` fills in: a long event is
-    not copied as a whole while a slow client reads it. `num_bytes`: size of the repeated output.
-    """
+    """The answers of one completion in a stream whose events repeat all output so far; `num_bytes`: its size as JSON.
+    Repeated output is encoded once and copied from then on. The answers of `add` have a `GAP` in place of each repeated
+    text or list, which `pieces` fills in: a long event is not copied as a whole while a slow client reads it."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -68,8 +65,7 @@ class RepeatedAnswer:
         return {"text": msgspec.Raw(b'"%b"' % GAP), "output_ids": _GAP_LIST, "meta_info": meta}
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """Yields an event with its gaps filled: in one piece, or in slices if it is long. Call `add` only after the
-        last slice."""
+        """Yields an event with its gaps filled: in one piece, or slices if it is long. Call `add` after the last."""
         around = data.split(GAP)
         parts = [part for pair in zip_longest(around, self._in_order, fillvalue=b"") for part in pair]
         if sum(map(len, parts)) <= RESPONSE_SLICE:
@@ -98,8 +94,7 @@ class RepeatedAnswer:
 
 
 class RepeatShare:
-    """The unfinished completions of one stream. `num_bytes`: bytes that they hold; `refusal`: the error with which the
-    stream has to end, if any."""
+    """The unfinished completions of one stream. `refusal`: the error with which the stream has to end, if any."""
 
     def __init__(self, held: HeldRepeats) -> None:
         self.num_bytes = 0
@@ -119,11 +114,9 @@ class RepeatShare:
         return answer
 
     def pieces(self, index: int, data: bytes) -> Iterator[bytes]:
-        """See `RepeatedAnswer.pieces`."""
         return self._answers[index].pieces(data)
 
     def drop(self, index: int) -> None:
-        """Frees the output of a completion that has ended."""
         self._held.grow(self, -self._answers.pop(index).num_bytes)
 
     def refuse(self, error: RequestError) -> None:
@@ -136,8 +129,7 @@ class RepeatShare:
 
 
 class HeldRepeats:
-    """The repeated output that a server's streams hold. Above `MOST_HELD_BYTES`, ends the stream that holds most. All
-    methods run on one event loop."""
+    """The repeated output of a server's streams, on one event loop. Above `MAX_HELD_BYTES`, ends the largest."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -145,7 +137,6 @@ class HeldRepeats:
 
     @contextmanager
     def share(self) -> Iterator[RepeatShare]:
-        """Yields the share of one stream."""
         share = RepeatShare(self)
         self._shares.add(share)
         try:
@@ -158,7 +149,7 @@ class HeldRepeats:
         """Changes the bytes of a share by `size`, and ends streams above the limit."""
         share.num_bytes += size
         self.num_bytes += size
-        while self.num_bytes > MOST_HELD_BYTES:
+        while self.num_bytes > MAX_HELD_BYTES:
             largest = max(self._shares, key=lambda one: one.num_bytes)
             logger.warning(
                 "Ended a stream that repeats %d bytes in its events; all streams repeat %d",
@@ -168,7 +159,7 @@ class HeldRepeats:
             largest.refuse(
                 BusyError(
                     f"this stream repeats {largest.num_bytes} bytes in its events, and all streams {self.num_bytes}; "
-                    f"the limit of all is {MOST_HELD_BYTES}. Ask for incremental_output, which repeats nothing, or for "
+                    f"the limit of all is {MAX_HELD_BYTES}. Ask for incremental_output, which repeats nothing, or for "
                     "fewer logprobs"
                 )
             )
@@ -189,19 +180,19 @@ class RepeatPace:
         self._sleep = sleep
         self._waiting: Counter[str] = Counter()
 
-    async def after(self, size: int, whose: str) -> None:
+    async def after(self, size: int, caller: str) -> None:
         """Pauses after an event of `size` bytes. Not for the last event of an output."""
         if size <= SHORT_EVENT:
             return
-        self._waiting[whose] += 1
+        self._waiting[caller] += 1
         try:
             left = float(size)
             while left >= 1.0:
-                rate = REPEATED_BYTES / (len(self._waiting) * self._waiting[whose])
+                rate = REPEATED_BYTES / (len(self._waiting) * self._waiting[caller])
                 pause = min(left / rate, LONGEST_PAUSE)
                 await self._sleep(pause)
                 left -= pause * rate
         finally:
-            self._waiting[whose] -= 1
-            if not self._waiting[whose]:
-                del self._waiting[whose]
+            self._waiting[caller] -= 1
+            if not self._waiting[caller]:
+                del self._waiting[caller]

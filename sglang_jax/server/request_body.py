@@ -28,21 +28,20 @@ BODIES_IN_FLIGHT = 8
 SMALL_BODY = 65_536
 """Bodies of at most this many bytes are read even if larger ones use up the limit."""
 
-MOST_OF_SMALL_BODIES = 40 * 2**20
-"""Maximum bytes of all small incomplete bodies together. Complete bodies that wait to be read on all connections take
-32 MiB with `LIKE_BYTES`."""
+MAX_SMALL_BODIES_BYTES = 40 * 2**20
+"""Maximum bytes of all small incomplete bodies together: more than `REQUEST_BYTES` of 4096 connections, whose bodies
+may have come and wait to be read."""
 
-LIKE_BYTES = 8192
+REQUEST_BYTES = 8192
 """Memory of a request whose body is incomplete, counted in addition to the body's bytes."""
 
-SLOWEST = 16_384
+MIN_BYTES_PER_SECOND = 16_384
 """Bytes per second that a client must send on average after the first `client_timeout` seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """The bytes of one request's body. `deadline`: set while more is awaited; `refusal`: the error with which it was
-    refused, if any."""
+    """The bytes of one request's body. `deadline`: set while more is awaited; `refusal`: its error, if refused."""
 
     tenant: str
     size: int = 0
@@ -56,17 +55,13 @@ class _Share:
             self.deadline.reschedule(asyncio.get_running_loop().time())
 
     def refuse_at_shutdown(self) -> None:
-        """Refuses the body because the server stops."""
         self.refuse(ShuttingDownError(f"the server is shutting down, and of the body only {self.size} bytes came"))
 
 
 class BodyLimit:
     """Reads each body completely before the application sees the request; refuses bodies that are too large or slow.
-
-    Starlette and FastAPI can limit bytes too. Here, they are counted over all requests, because a request keeps its
-    body while it runs; and there is a time limit. Each tenant has room for one body of maximum size, however much
-    others hold.
-    """
+    Bytes are counted over all requests, because a request keeps its body while it runs; but each tenant has room for
+    one body of maximum size, however much others hold."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, client_timeout: float) -> None:
         self._app = app
@@ -74,7 +69,7 @@ class BodyLimit:
         self._patience = client_timeout
         self._held = 0
         self._held_of: Counter[str] = Counter()
-        self._small = PartialRequests(MOST_OF_SMALL_BODIES, "small bodies")
+        self._small = PartialRequests(MAX_SMALL_BODIES_BYTES, "small bodies")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
@@ -118,9 +113,9 @@ class BodyLimit:
         shutdown = SHUTDOWN.get(None) or Shutdown()
         shutdown.add(share.refuse_at_shutdown)
         try:
-            self._small.hold(share, LIKE_BYTES)
+            self._small.hold(share, REQUEST_BYTES)
             while True:
-                message = await self._next(receive, share, begin + self._patience + share.size / SLOWEST)
+                message = await self._next(receive, share, begin + self._patience + share.size / MIN_BYTES_PER_SECOND)
                 if message["type"] != "http.request":
                     return message
                 chunk: bytes = message.get("body", b"")
@@ -130,14 +125,14 @@ class BodyLimit:
                 self._hold(share, len(chunk))
                 if not message.get("more_body", False):
                     return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
-                self._small.hold(share, LIKE_BYTES + (share.size if size <= SMALL_BODY else 0))
+                self._small.hold(share, REQUEST_BYTES + (share.size if size <= SMALL_BODY else 0))
                 if share.refusal is not None:
                     raise share.refusal
         except TimeoutError as error:
             raise ClientTooSlowError(
                 f"{share.size} bytes of the body arrived in {asyncio.get_running_loop().time() - begin:.1f} s; the "
                 "limit "
-                f"is {self._patience:g} s without data (--client-timeout), then {SLOWEST} bytes/s"
+                f"is {self._patience:g} s without data (--client-timeout), then {MIN_BYTES_PER_SECOND} bytes/s"
             ) from error
         finally:
             shutdown.discard(share.refuse_at_shutdown)
@@ -167,8 +162,7 @@ class BodyLimit:
             del self._held_of[share.tenant]
 
     def _check(self, share: _Share, size: int, more: int) -> None:
-        """Checks that a body of `size` bytes, `more` of them new, may be read. Raises `BodyTooLargeError`,
-        `BusyError`."""
+        """Checks that a body of `size` bytes, `more` of them new, fits. Raises `BodyTooLargeError`, `BusyError`."""
         if size > self._most:
             raise BodyTooLargeError(f"the body has at least {size} bytes; the limit is {self._most} (--max-body-bytes)")
         limit = BODIES_IN_FLIGHT * self._most

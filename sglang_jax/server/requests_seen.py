@@ -26,16 +26,13 @@ _ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID}}}")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 NO_ROUTE = "none"
-"""The route label of requests that match no route or were answered before routing. Paths are not used, because clients
-could create any number of series with them."""
+"""The route label of requests that match no route or were answered before routing. With paths, clients could create any
+number of series."""
 
 
 class RequestsSeen:
-    """The outermost middleware: gives every request an id and counts every answer.
-
-    The id is the client's `X-Request-Id` if that is valid, otherwise a random one. The answer's header and all log
-    lines of the request contain it.
-    """
+    """Around the whole application: counts every answer, and gives every request an id, the client's `X-Request-Id` if
+    that is valid, otherwise a random one. The answer's header and all log lines of the request contain it."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
@@ -78,10 +75,8 @@ class RequestsSeen:
 
 
 def _printable(text: str) -> str:
-    """Returns text that is safe to show on a terminal."""
     return cut(text if text.isprintable() else repr(text))
 
 
 def request_id_of(given: str) -> str:
-    """Returns the client's id if it is valid, otherwise a random one."""
     return given if _ID.fullmatch(given) else uuid.uuid4().hex

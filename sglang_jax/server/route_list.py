@@ -1,5 +1,5 @@
-"""`/docs`: a page that lists the routes. It has no scripts and loads nothing, so it works offline. It needs no key,
-because a browser does not send one; it shows only what anyone can read in the source."""
+"""`/docs`: a page that lists the routes, without scripts, so it works offline. It needs no key, because a browser does
+not send one; it shows only what anyone can read in the source."""
 
 from __future__ import annotations
 

@@ -100,8 +100,7 @@ OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
 def native_sampling(fields: NativeSampling, defaults: GenerationDefaults) -> SamplingParams:
-    """Returns the parameters of a native request. `defaults` fills in fields that are left out. Raises `ParameterError`
-    with the field."""
+    """Returns the parameters of a native request; `defaults` is for omitted fields. Raises `ParameterError`."""
     chosen: dict[str, Any] = _shared(fields)
     _add(chosen, "max_new_tokens", fields.max_new_tokens)
     _add(chosen, "min_new_tokens", fields.min_new_tokens)
@@ -112,7 +111,7 @@ def native_sampling(fields: NativeSampling, defaults: GenerationDefaults) -> Sam
 
 def openai_sampling(fields: OpenAISampling, max_tokens: int | None, defaults: GenerationDefaults) -> SamplingParams:
     """Returns the parameters of an OpenAI request. `max_tokens`: None for up to the context length; `defaults` fills in
-    other fields that are left out. Raises `ParameterError` with OpenAI's name of the field."""
+    other fields. Raises `ParameterError` with OpenAI's name of the field."""
     chosen: dict[str, Any] = _shared(fields)
     chosen["max_new_tokens"] = max_tokens
     _add(chosen, "min_new_tokens", fields.min_tokens)

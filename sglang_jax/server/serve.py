@@ -46,27 +46,24 @@ from sglang_jax.server.sliced_connection import MAX_HEAD_BYTES
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
-"""An idle connection stays open for this long: longer than clients keep theirs, so that a request does not meet a
-closing one."""
+"""Idle connections stay open for this long: longer than clients keep theirs, so that no request meets a closing one."""
 
 ACCEPTED_AT_ONCE = 16
-"""Connections that are accepted per iteration of the event loop, because uvloop accepts one per listening socket. With
-one per iteration, when thousands arrived at once, a health check waited for seconds in the kernel's queue."""
+"""Connections that are accepted per iteration of the event loop: uvloop accepts one per listening socket. With one,
+when thousands arrived at once, a health check waited for seconds in the kernel's queue."""
 
 BACKLOG = 2048
 """Connections that may wait in the kernel's queue, uvicorn's default; the kernel may allow fewer."""
 
 SEND_BUFFER = 131_072
-"""Bytes of a socket's send buffer; Linux doubles them. Enough for 2 MB/s over 100 ms, and small enough to notice soon
-whether a client reads."""
+"""Bytes of a socket's send buffer, doubled by Linux: enough for 2 MB/s over 100 ms, but soon full if no one reads."""
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit status after SIGTERM while the engine is starting, as in shells."""
 
 SWITCH_SECONDS = 0.0005
-"""Seconds that the event loop waits for a thread that holds Python's lock; Python's default is ten times as long.
-Threads read and write bodies and answers of megabytes, and a request releases the lock a dozen times until its first
-token."""
+"""Seconds that the event loop waits for a thread that holds Python's lock, a tenth of the default: threads read and
+write megabytes, and a request releases the lock a dozen times until its first token."""
 
 Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 
@@ -74,17 +71,16 @@ Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 MALFORMED_REQUESTS = logs.OnceASecond()
 """Limits uvicorn's log, which has a line for each malformed request."""
 
-SECONDS_TO_TELL = 2.0
-"""Before the server exits, clients have this long to read that the engine is gone or that the server stops."""
+LAST_ANSWER_SECONDS = 2.0
+"""Seconds before the server exits that clients have to read that the engine is gone or that the server stops."""
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that drains. After a first SIGTERM or SIGINT, `/health` returns 503, new requests are refused
-    with 503, and the server exits when those in flight have finished. A second signal, or the end of `--drain-timeout`,
-    ends those too: they get 503, or an error event if their stream has started. A third signal, or `SECONDS_TO_TELL`
-    later, drops connections.
+    """A uvicorn server that drains, or exits when its engine is gone for good, so that the service manager restarts it.
 
-    It also exits when its engine is gone for good, so that the service manager restarts it, maybe elsewhere.
+    After a first SIGTERM or SIGINT, `/health` returns 503, new requests are refused with 503, and the server exits when
+    those in flight have finished. A second signal, or the end of `--drain-timeout`, ends those too: they get 503, or an
+    error event if their stream has started. A third signal, or `LAST_ANSWER_SECONDS` later, drops connections.
     """
 
     def __init__(self, config: uvicorn.Config, context: ServerContext, on_ready: Callable[[], None]) -> None:
@@ -96,12 +92,11 @@ class DrainingServer(uvicorn.Server):
         self._memory = FreeMemory()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Opens the sockets, and calls `on_ready`."""
         await super().startup(sockets)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal. Runs between two instructions of the main thread, so it only schedules the work."""
+        """Runs between two instructions of the main thread, so it only schedules the work."""
         self._loop.call_soon_threadsafe(self._stop if self._context.draining else self._drain)
         self._context.draining = True
 
@@ -112,7 +107,7 @@ class DrainingServer(uvicorn.Server):
         gone = self._context.client.gone
         if gone and self._deadline is None:
             logger.error("The engine cannot be restarted: the server exits")
-            self._deadline = self._loop.call_later(SECONDS_TO_TELL, self._stop)
+            self._deadline = self._loop.call_later(LAST_ANSWER_SECONDS, self._stop)
         if not self._context.in_flight and (self._context.draining or gone):
             self.should_exit = True
         return await super().on_tick(counter)
@@ -138,7 +133,7 @@ class DrainingServer(uvicorn.Server):
             logger.warning("Stopping: aborting %d requests in flight", len(self._context.in_flight))
         self._context.draining = True
         self._context.shutdown.stop()
-        self._loop.call_later(SECONDS_TO_TELL, self._drop)
+        self._loop.call_later(LAST_ANSWER_SECONDS, self._drop)
 
     def _drop(self) -> None:
         self.should_exit = self.force_exit = True
@@ -149,8 +144,7 @@ class DrainingServer(uvicorn.Server):
 
 
 async def launch_or_connect(config: ServerConfig) -> EngineClient:
-    """Launches the engines of the options, or connects to other servers. Raises `ConfigError`, `CheckpointError`,
-    `EngineDeadError`."""
+    """Launches the engines of the options, or connects to other servers. Raises as these do."""
     if config.connect is not None:
         return await connect_engines(config)
     return await launch_engines(config)
@@ -158,11 +152,8 @@ async def launch_or_connect(config: ServerConfig) -> EngineClient:
 
 def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     """Serves until a signal; a node with `node_rank` above 0 follows node 0 until that ends. Returns the exit status:
-    0, or 1 if the engine is gone for good.
-
-    **Raises:** `ConfigError` for an address that is not available or keys that are invalid, and the errors of
-    `launch_or_connect`.
-    """
+    0, or 1 if the engine is gone for good. Raises as `launch_or_connect`; `ConfigError` for an invalid address or
+    keys."""
     begin = time.perf_counter()
     logs.configure(config.log_level.upper(), as_json=config.log_format is LogFormat.JSON)
     logger.info("sglang-jax %s, Python %s", version(), platform.python_version())
@@ -205,7 +196,6 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
 
 
 def http_config(context: ServerContext) -> uvicorn.Config:
-    """Returns uvicorn's configuration for the context's engine."""
     config = context.config
     logging.getLogger("uvicorn.error").addFilter(MALFORMED_REQUESTS)
     limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
@@ -249,7 +239,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Otherwise, megabytes may wait in the kernel for a client that does not read.
+        # Inherited by connections. Otherwise, megabytes may wait in the kernel for a client that does not read.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         listener.bind(address)
     except OSError as error:
@@ -260,10 +250,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def claim(listener: socket.socket) -> Iterator[None]:
-    """Keeps other servers of this machine from using the address of a bound socket while the context is open.
-
-    Raises `ConfigError` if another server has the address. Does nothing except on Linux.
-    """
+    """Keeps other servers of this machine from using the address of a bound socket while the context is open. Raises
+    `ConfigError` if another server has it. Does nothing except on Linux."""
     host, port = listener.getsockname()[:2]
     try:
         claimed = claim_address(host, port)
@@ -274,8 +262,7 @@ def claim(listener: socket.socket) -> Iterator[None]:
 
 
 def listen(listener: socket.socket) -> None:
-    """Lets clients connect. Raises `ConfigError` if another program listens here, which an event loop may not
-    report."""
+    """Lets clients connect. Raises `ConfigError` if another program listens, which an event loop may not report."""
     try:
         listener.listen(BACKLOG)
     except OSError as error:

@@ -20,7 +20,7 @@ class Shutdown:
         self._ends: set[Callable[[], object]] = set()
 
     def stop(self) -> None:
-        """Ends all running work, and work that is added later at once."""
+        """Ends all running work, and later work at once."""
         self.stopped = True
         for end in list(self._ends):
             end()
@@ -45,8 +45,6 @@ SHUTDOWN: ContextVar[Shutdown] = ContextVar("shutdown")
 
 
 class Stoppable:
-    """Lets `shutdown` end the requests of an application."""
-
     def __init__(self, app: ASGIApp, shutdown: Shutdown) -> None:
         self._app = app
         self._shutdown = shutdown

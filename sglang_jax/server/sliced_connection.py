@@ -19,7 +19,7 @@ MAX_HEAD_BYTES = 32_768
 """Maximum bytes of a request's head: request line and headers."""
 
 MAX_HEAD_LINES = 128
-"""Maximum lines of a request's head. Eight thousand fit into 32 KiB and take 20 ms to parse; one line of 32 KiB takes
+"""Maximum lines of a request's head: eight thousand fit into 32 KiB and take 20 ms to parse; one line of 32 KiB takes
 almost no time."""
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
@@ -27,13 +27,13 @@ _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 _HEALTH_CHECKS = tuple(f"{method} {path} ".encode() for method in ("GET", "HEAD") for path in OPEN_PATHS)
 
-_LEAST_OF_TEXT = 0x21
+_MIN_FIRST_BYTE = 0x21
 """The smallest byte that a request can start with."""
 
 MEASURED_SLICES = 64
 """Slices after a slow one whose processor time is measured."""
 
-OTHERS_SHARE = 5
+PAUSE_FACTOR = 5
 """After a slow slice, its connection pauses for this many times the slice's time."""
 
 WHOLE_PIECES = 3
@@ -48,14 +48,13 @@ six bytes costs as much as for 64 KiB, so a few hundred trickling clients could 
 
 
 class SlicedConnection(H11Protocol):
-    """uvicorn's connection, read and parsed a little at a time.
+    """uvicorn's connection, read and parsed a little at a time. `turns`, `heads`: shared by the connections of a
+    server.
 
     A head is parsed once it is complete; otherwise h11 would parse it again for each line of a slow client. Heads in
     many pieces, and bodies in many small ones, are read with growing pauses, so that a few clients cannot keep the
     event loop busy. Input is parsed in slices, alternating with other connections (`SliceTurns`), because a client may
     send a body in thousands of chunks at once. Health checks do not wait.
-
-    **Arguments:** `turns`, `heads`: shared by the connections of a server.
     """
 
     def __init__(self, turns: SliceTurns, heads: PartialRequests, *arguments: object, **options: object) -> None:
@@ -76,15 +75,13 @@ class SlicedConnection(H11Protocol):
 
     @abstractmethod
     def _watch(self) -> None:
-        """Called after something was parsed or answered: the connection may have started or stopped waiting for a
-        request."""
+        """Called after something was parsed or answered: it may have started or stopped waiting for a request."""
 
     @abstractmethod
     def _refuse(self, error: RequestError) -> None:
         """Answers with this error, and closes the connection."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Discards unparsed input."""
         self._rest.clear()
         self._heads.hold(self, 0)
         super().connection_lost(exc)
@@ -102,7 +99,7 @@ class SlicedConnection(H11Protocol):
         self._parsing = True
         if self.conn.their_state is h11.IDLE and self._rest.startswith(_HEALTH_CHECKS):
             self.parse()  # before all others: an orchestrator must see that the server is alive
-        elif not self._turns.take(self, first=self._is_first, begun=self._begun):
+        elif not self._turns.take(self, first=self._is_first, request_number=self._current_number):
             self.transport.pause_reading()
 
     def parse(self) -> None:
@@ -111,17 +108,17 @@ class SlicedConnection(H11Protocol):
         self._count_head()
 
     def _parse_later(self) -> None:
-        self._turns.put(self, first=self._is_first, begun=self._begun)
+        self._turns.put(self, first=self._is_first, request_number=self._current_number)
 
     @property
-    def _begun(self) -> int:
+    def _current_number(self) -> int:
         """The number of the request whose body is being received; 0 for a head."""
         return 0 if self.conn.their_state is h11.IDLE else self._number
 
     @property
     def _is_first(self) -> bool:
-        """Whether the next slice is a head's, or among the first `BEGINNING` bytes of a request that is not announced
-        as longer."""
+        """Whether the next slice is a head's, or of the first `BEGINNING` bytes of a request not announced as
+        longer."""
         if self.conn.their_state is h11.IDLE:
             return True
         return self._parsed < BEGINNING and self._announced <= BEGINNING
@@ -136,7 +133,6 @@ class SlicedConnection(H11Protocol):
         self._heads.hold(self, size)
 
     def refuse(self, error: RequestError) -> None:
-        """Refuses the incomplete head."""
         self._rest.clear()
         if self.cycle is None or self.cycle.response_complete:
             self._refuse(error)
@@ -173,7 +169,7 @@ class SlicedConnection(H11Protocol):
             self._parsing = True
             self.transport.pause_reading()
             if took > SLICE_SECONDS / 2:
-                self.loop.call_later(took * OTHERS_SHARE, self._parse_later)
+                self.loop.call_later(took * PAUSE_FACTOR, self._parse_later)
             else:
                 self._parse_later()
         elif self._came <= SMALL_PIECE and self._in_part():
@@ -184,7 +180,6 @@ class SlicedConnection(H11Protocol):
         self._end_if_last()
 
     def _begin_request(self) -> None:
-        """Numbers the request whose head was parsed."""
         self._number = self._turns.number()
         self._announced = next((int(size) for name, size in self.headers if name == b"content-length"), 0)
 
@@ -199,9 +194,9 @@ class SlicedConnection(H11Protocol):
         self._end_if_last()
 
     def _parse_slice(self, data: bytes) -> float:
-        """Parses input, and returns the processor time it took, in seconds. The exact time is measured only after a
-        slow slice, because on some virtual machines asking for a thread's time takes as long as parsing a slice;
-        otherwise returns the elapsed time, limited because it may include other work of the machine."""
+        """Parses input, and returns its processor time in seconds. It is measured exactly only after a slow slice,
+        because on some virtual machines reading a thread's time takes as long as parsing a slice; otherwise returns the
+        elapsed time, limited because it may include other work of the machine."""
         begin, exact = time.perf_counter(), time.thread_time() if self._to_measure else None
         super().data_received(data)
         if exact is None:  # may include time of other threads and processes
@@ -234,10 +229,9 @@ class SlicedConnection(H11Protocol):
             self.transport.resume_reading()
 
     def _size_of_next(self) -> int:
-        """Bytes to parse now. A head is parsed at once: returns 0 until it is complete. Refuses one that is too
-        large."""
+        """Bytes to parse now: of a head all, or 0 until it is complete. Refuses a head that is too large."""
         rest = self._rest
-        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0] or rest[:1] < bytes([_LEAST_OF_TEXT]):
+        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0] or rest[:1] < bytes([_MIN_FIRST_BYTE]):
             return self._slice
         end = _END_OF_HEAD.search(rest, self._looked_at)
         if end is not None and end.end() <= MAX_HEAD_BYTES and rest.count(b"\n", 0, end.end()) <= MAX_HEAD_LINES:
@@ -251,7 +245,6 @@ class SlicedConnection(H11Protocol):
         return 0
 
     def on_response_complete(self) -> None:
-        """Numbers the next request if it has already arrived."""
         cycle = self.cycle
         super().on_response_complete()
         if self.cycle is not cycle:

@@ -9,32 +9,29 @@ from collections import deque
 from time import perf_counter
 from typing import Protocol
 
-SLICE, LEAST_SLICE = 8192, 512
+SLICE, MIN_SLICE = 8192, 512
 """Maximum and minimum bytes of a slice."""
 
 SLICE_SECONDS = 0.001
-"""Target processor time of a slice: 8 KiB of the smallest chunks of a body take some 20 ms, and a request needs a dozen
-iterations of the event loop until its first token. A connection's slices shrink until they meet it."""
+"""Target processor time of a slice, to which a connection's slices shrink: 8 KiB of the smallest chunks of a body take
+some 20 ms, and a request needs a dozen iterations of the event loop until its first token."""
 
 TURN_SECONDS = 0.0005
-"""Seconds of parsing after which the event loop does other work. Otherwise, a thousand bodies at once would make each
-iteration last as long as a slice of each."""
+"""Seconds of parsing after which the event loop does other work: with a thousand bodies at once, each iteration would
+otherwise parse a slice of each."""
 
 BEGINNING = 16_384
 """Bytes of a request that are parsed before longer requests: most requests are not longer."""
 
 
 CROWD, CROWDED_SLICE = 256, 2048
-"""If more than `CROWD` slices wait, only `CROWDED_SLICE` bytes are read at once, because thousands of connections hold
-that much each."""
+"""While more than `CROWD` slices wait, `CROWDED_SLICE` bytes are read at once: thousands of connections hold them."""
 
 
 class Parser(Protocol):
     """A connection with unparsed input."""
 
-    def parse(self) -> None:
-        """Parses a slice."""
-        ...
+    def parse(self) -> None: ...
 
 
 class SliceTurns:
@@ -55,24 +52,22 @@ class SliceTurns:
         """The read buffer of all connections: each read is copied out at once."""
 
     def number(self) -> int:
-        """Returns the number of a new request: larger than all before."""
         return next(self._numbers)
 
-    def take(self, parser: Parser, *, first: bool, begun: int = 0) -> bool:
-        """Parses a slice now and returns True; or in a later iteration of the event loop, and returns False, if others
-        wait or the time is used up. `first`: it is a head's, or among the first `BEGINNING` bytes of a request;
-        `begun`: the number of a request whose head was parsed, 0 for a head."""
+    def take(self, parser: Parser, *, first: bool, request_number: int = 0) -> bool:
+        """Parses a slice now and returns True; or later, and returns False, if others wait or the time is used up.
+        `first`: of a head, or of a request's first `BEGINNING` bytes; `request_number`: 0 for a head."""
         if self._spent < TURN_SECONDS and not self._first and (first or not self._rest):
             self._parse(parser)
             return True
-        self.put(parser, first=first, begun=begun)
+        self.put(parser, first=first, request_number=request_number)
         return False
 
-    def put(self, parser: Parser, *, first: bool, begun: int = 0) -> None:
+    def put(self, parser: Parser, *, first: bool, request_number: int = 0) -> None:
         """Schedules a slice for a later iteration of the event loop."""
         if not first:
-            heapq.heappush(self._rest, (begun, next(self._numbers), parser))
-        elif begun:
+            heapq.heappush(self._rest, (request_number, next(self._numbers), parser))
+        elif request_number:
             self._first.appendleft(parser)
         else:
             self._first.append(parser)
@@ -80,7 +75,6 @@ class SliceTurns:
 
     @property
     def crowded(self) -> bool:
-        """Whether more than `CROWD` slices wait, so that less is read of each connection."""
         return len(self._first) + len(self._rest) > CROWD
 
     def _parse(self, parser: Parser) -> None:
@@ -143,5 +137,5 @@ class SmallReads(asyncio.BufferedProtocol):
 def next_slice(size: int, seconds: float) -> int:
     """Returns the size of the next slice, after one of `size` bytes took `seconds`."""
     if seconds > SLICE_SECONDS:
-        return max(LEAST_SLICE, size // 2)
+        return max(MIN_SLICE, size // 2)
     return min(SLICE, size * 2) if seconds < SLICE_SECONDS / 4 else size

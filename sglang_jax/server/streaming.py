@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 FEW_LOGPROBS = 2048
 """Maximum logprobs that are written on the event loop: about 2 ms."""
 
-LIKE_LOGPROBS = 16
+LOGPROBS_PER_COMPLETION = 16
 """Writing a completion takes about as long as this many logprobs."""
 
 RESPONSE_SLICE = 131_072
@@ -74,7 +74,7 @@ def json_response(payload: object) -> Response:
 
 
 def json_list(items: Sequence[Item], shape: Callable[[Item], object]) -> msgspec.Raw:
-    """Returns the list of `shape(item)` as JSON. Encodes a few items at a time, because a prompt's logprobs take
+    """Returns the list of `shape(item)` as JSON, encoded a few items at a time, because a prompt's logprobs take
     several times as much memory before that."""
     content = bytearray(b"[")
     for start in range(0, len(items), LIST_SLICE):
@@ -109,20 +109,18 @@ def around(payload: object, field: str) -> tuple[bytes, bytes]:
 def logprobs_to_write(outputs: Iterable[OutputDelta]) -> int:
     """Returns the number of logprobs that take as long to write as the outputs."""
     return sum(
-        (len(tokens) * (1 + len(tokens[-1].top)) if tokens else LIKE_LOGPROBS // 2)
+        (len(tokens) * (1 + len(tokens[-1].top)) if tokens else LOGPROBS_PER_COMPLETION // 2)
         for output in outputs
         for tokens in (output.logprobs, output.prompt_logprobs)
     )
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of `work`, or raises its error. Cancels it if the client disconnects first.
+    """Returns the result of `work`, or raises its error. Cancels it and raises `ClientDisconnect` if the client
+    disconnects first, `ShuttingDownError` if the server stops first.
 
-    The request's body must have been read, so that the next ASGI message is the disconnect. `receive` is called once,
-    not in a loop: after a disconnect it always returns at once, so a loop would block the event loop.
-
-    **Raises:** `ClientDisconnect`; `ShuttingDownError` if the server stops first; `RuntimeError` if the body was not
-    read.
+    The request's body must have been read (`RuntimeError` if not), so that the next ASGI message is the disconnect.
+    `receive` is called once: after a disconnect it always returns at once, so a loop would block the event loop.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(receive())
@@ -147,11 +145,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
 
 
 class EventStream(Response):
-    """Sends events as they arrive, and closes their generator when the client disconnects.
-
-    Created by `open_event_stream`, so that a generation that fails before its first event gets an ordinary error
-    response.
-    """
+    """Sends events as they arrive, and closes their generator when the client disconnects. See `open_event_stream`."""
 
     media_type = "text/event-stream"
 
@@ -160,7 +154,7 @@ class EventStream(Response):
         del self.headers["Content-Length"]
         self._first = first
         self._events = events
-        self._begun = False
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -168,13 +162,13 @@ class EventStream(Response):
                 try:
                     await until_disconnect(receive, self._send_all(send))
                 except ShuttingDownError as error:
-                    if not self._begun:
+                    if not self._started:
                         raise
                     body = event(error_body(error))
                     await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
-        self._begun = True
+        self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         try:
@@ -195,10 +189,8 @@ class EventStream(Response):
 
 
 async def open_event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
-    """Waits for the first event, so that a refused request gets its own status.
-
-    **Raises:** errors of `events` before its first event; `ClientDisconnect`.
-    """
+    """Waits for the first event, so that a generation that fails before it gets an ordinary error response. Raises
+    errors of `events` before its first event; `ClientDisconnect`."""
     try:
         first = await until_disconnect(request.receive, anext(events))
     except BaseException:

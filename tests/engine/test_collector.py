@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.engine.collector import RARE, frozen_heap, rare_collections
+from sglang_jax.engine.collector import RARE_THRESHOLDS, frozen_heap, rare_collections
 from sglang_jax.engine.core import run_core
 
 USUAL = (700, 10, 10)
@@ -29,9 +29,9 @@ def test_two_blocks_may_end_in_either_order() -> None:
         stacks = [ExitStack(), ExitStack()]
         for stack in stacks:
             stack.enter_context(rare_collections())
-        assert gc.get_threshold() == RARE
+        assert gc.get_threshold() == RARE_THRESHOLDS
         stacks[first].close()
-        assert gc.get_threshold() == RARE
+        assert gc.get_threshold() == RARE_THRESHOLDS
         stacks[second].close()
         assert gc.get_threshold() == USUAL
 
@@ -79,6 +79,6 @@ def test_the_block_is_open_while_a_core_loads_and_ends_when_that_fails() -> None
 
     channel: Any = Channel()
     assert not run_core(EngineConfig(), channel, load)
-    assert seen == [RARE]
+    assert seen == [RARE_THRESHOLDS]
     assert gc.get_threshold() == USUAL
     assert len(channel.sent) == 1

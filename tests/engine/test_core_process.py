@@ -235,7 +235,7 @@ async def test_starts_that_hang_count_as_restarts() -> None:
         config = EngineConfig(model_path="never", engine_start_timeout=0.5)
         return await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
 
-    replica = Replica(0, launch, backoff=Backoff(first=0.0, give_up=None, max_restarts=2))
+    replica = Replica(0, launch, backoff=Backoff(first_delay=0.0, give_up=None, max_restarts=2))
     await replica.start()
     os.kill(await core_pid(replica.client), signal.SIGKILL)
     while replica.state is ReplicaState.SERVING:

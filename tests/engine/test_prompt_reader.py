@@ -43,7 +43,7 @@ async def test_a_text_that_is_certainly_too_long_is_never_tokenized_as_a_whole()
     reader = PromptReader(tokenizer)
     text = "a" * (20 * LARGE_TEXT)
     with pytest.raises(PromptTooLongError, match=f"messages has more than {LIMIT} tokens") as caught:
-        await reader.encode(text, most_tokens=LIMIT, param="messages")
+        await reader.encode(text, max_tokens=LIMIT, param="messages")
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", "messages")
     assert tokenizer.lengths == [LARGE_TEXT] * 4
     reader.close()
@@ -54,19 +54,19 @@ async def test_a_text_that_may_fit_is_tokenized_as_a_whole() -> None:
     tokenizer = NotingTokenizer()
     reader = PromptReader(tokenizer)
     text = "a" * (LIMIT + 3 * CUT_TOKENS)
-    assert len(await reader.encode(text, most_tokens=LIMIT)) == len(text)
+    assert len(await reader.encode(text, max_tokens=LIMIT)) == len(text)
     assert tokenizer.lengths == [LARGE_TEXT] * 3 + [3 * CUT_TOKENS, len(text)]
     with pytest.raises(PromptTooLongError):
-        await reader.encode(text + "a", most_tokens=LIMIT)
+        await reader.encode(text + "a", max_tokens=LIMIT)
     reader.close()
 
 
 async def test_large_texts_wait_for_each_other_and_others_do_not() -> None:
     tokenizer = NotingTokenizer()
     reader = PromptReader(tokenizer)
-    await asyncio.gather(*[reader.encode("a" * (LARGE_TEXT + 1), most_tokens=LIMIT) for _ in range(4)])
+    await asyncio.gather(*[reader.encode("a" * (LARGE_TEXT + 1), max_tokens=LIMIT) for _ in range(4)])
     assert tokenizer.most_at_once == 1
-    await asyncio.gather(*[reader.encode("a" * 2000, most_tokens=LIMIT) for _ in range(4)])
+    await asyncio.gather(*[reader.encode("a" * 2000, max_tokens=LIMIT) for _ in range(4)])
     assert tokenizer.most_at_once == 2
     reader.close()
 
@@ -75,5 +75,5 @@ async def test_errors_in_a_text_refer_to_the_whole() -> None:
     reader = PromptReader(NotingTokenizer())
     text = "a" * (2 * LARGE_TEXT) + "\ud800"
     with pytest.raises(ParameterError, match=f"position {2 * LARGE_TEXT}"):
-        await reader.encode(text, most_tokens=LIMIT)
+        await reader.encode(text, max_tokens=LIMIT)
     reader.close()

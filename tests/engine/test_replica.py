@@ -30,7 +30,7 @@ from sglang_jax.sampling.params import SamplingParams
 
 STARTING, SERVING, DRAINING, DEAD, STOPPED = ReplicaState
 
-AT_ONCE = Backoff(first=0.0, most=0.0)
+AT_ONCE = Backoff(first_delay=0.0, max_delay=0.0)
 
 
 class ScriptedEngine:
@@ -120,7 +120,7 @@ async def test_starts_are_tried_again_until_one_succeeds() -> None:
 
 async def test_given_up_after_too_many_failed_starts() -> None:
     starts = Starts()
-    replica, states = watched(starts, Backoff(first=0.0, most=0.0, give_up=3))
+    replica, states = watched(starts, Backoff(first_delay=0.0, max_delay=0.0, give_up=3))
     await replica.start()
     starts.errors = [EngineDeadError(f"failure {number}") for number in range(3)]
     starts.engines[0].die("gone")
@@ -146,7 +146,7 @@ async def test_given_up_after_too_many_failed_starts() -> None:
 async def test_given_up_after_too_many_restarts(max_restarts: int, lived: float, fails: int, engines: int) -> None:
     clock = [0.0]
     starts = Starts()
-    backoff = Backoff(first=0.0, most=0.0, settled=60.0, give_up=None, max_restarts=max_restarts)
+    backoff = Backoff(first_delay=0.0, max_delay=0.0, settled_after=60.0, give_up=None, max_restarts=max_restarts)
     replica = Replica(0, starts, backoff=backoff, clock=lambda: clock[0])
     await replica.start()
     starts.errors = [EngineDeadError("no such device") for _ in range(fails)]
@@ -168,7 +168,7 @@ async def test_given_up_after_too_many_restarts(max_restarts: int, lived: float,
 
 async def test_drains_do_not_count_as_failures() -> None:
     starts = Starts()
-    replica, _ = watched(starts, Backoff(first=0.0, most=0.0, max_restarts=1))
+    replica, _ = watched(starts, Backoff(first_delay=0.0, max_delay=0.0, max_restarts=1))
     await replica.start()
     for _ in range(3):
         await replica.drain()
@@ -235,7 +235,7 @@ async def test_drain_lets_the_engine_finish_and_starts_another() -> None:
 
 async def test_a_drain_reports_that_no_engine_could_be_started() -> None:
     starts = Starts()
-    replica, _ = watched(starts, Backoff(first=0.0, most=0.0, give_up=1))
+    replica, _ = watched(starts, Backoff(first_delay=0.0, max_delay=0.0, give_up=1))
     await replica.start()
     starts.errors = [ConfigError("no GPU")]
     with pytest.raises(EngineDeadError, match="it failed to start: no GPU"):
@@ -262,7 +262,7 @@ async def test_closed_while_it_starts_again() -> None:
 
 async def test_start_later_does_not_wait() -> None:
     starts = Starts(EngineDeadError("connection refused"))
-    replica, states = watched(starts, Backoff(first=0.0, most=0.0, give_up=None))
+    replica, states = watched(starts, Backoff(first_delay=0.0, max_delay=0.0, give_up=None))
     replica.start_later()
     assert replica.state is STARTING
     await replica.serving()
@@ -271,7 +271,7 @@ async def test_start_later_does_not_wait() -> None:
 
 
 def test_delays_double_up_to_a_limit() -> None:
-    backoff = Backoff(first=1.0, most=10.0)
+    backoff = Backoff(first_delay=1.0, max_delay=10.0)
     assert [backoff.delay(failures) for failures in range(1, 8)] == [0.0, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
 
 
@@ -283,7 +283,9 @@ async def test_only_engines_that_die_early_delay_the_restart(lived: float, delay
         slept.append(seconds)
 
     starts = Starts()
-    replica = Replica(0, starts, backoff=Backoff(first=1.0, settled=60.0), clock=lambda: clock[0], sleep=sleep)
+    replica = Replica(
+        0, starts, backoff=Backoff(first_delay=1.0, settled_after=60.0), clock=lambda: clock[0], sleep=sleep
+    )
     await replica.start()
     for number in range(3):
         engine = await replica.serving()

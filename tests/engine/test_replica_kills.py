@@ -57,7 +57,7 @@ def make_replicas(count: int) -> tuple[EngineConfig, list[Replica[CoreLink]], di
 
         return launch
 
-    backoff = Backoff(first=0.1, most=0.2)
+    backoff = Backoff(first_delay=0.1, max_delay=0.2)
     return config, [Replica(index, start(index), backoff=backoff) for index in range(count)], pids
 
 

@@ -22,7 +22,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.types import GenerateInput
-from sglang_jax.engine.watchdog import Silence, Watchdog
+from sglang_jax.engine.watchdog import SilenceMeter, Watchdog
 from sglang_jax.errors import EngineDeadError
 from sglang_jax.runner.pulse import MOST_RANKS, Beat, Pulse
 from sglang_jax.sampling.params import SamplingParams
@@ -36,7 +36,7 @@ def beat(ticks: int, *, busy: bool = True, building: bool = False) -> Beat:
 
 
 def test_silence_is_counted_while_there_is_work() -> None:
-    silence = Silence(between=1.0)
+    silence = SilenceMeter(between=1.0)
     assert silence.look(beat(5), waited_for=True, passed=1.0) == 0.0  # the first look has nothing to compare with
     assert [silence.look(beat(5), waited_for=False, passed=1.0) for _ in range(3)] == [1.0, 2.0, 3.0]
     assert silence.look(beat(6), waited_for=True, passed=1.0) == 0.0
@@ -52,13 +52,13 @@ def test_silence_is_counted_while_there_is_work() -> None:
     ],
 )
 def test_when_a_core_counts_as_silent(now: Beat, waited_for: bool, silent: float) -> None:
-    silence = Silence(between=1.0)
+    silence = SilenceMeter(between=1.0)
     silence.look(beat(5, busy=now.busy), waited_for=waited_for, passed=1.0)
     assert silence.look(now, waited_for=waited_for, passed=1.0) == silent
 
 
 def test_a_build_is_timed_separately() -> None:
-    silence = Silence(between=1.0)
+    silence = SilenceMeter(between=1.0)
     for passed in (1.0, 2.0, 3.0, 99.0):
         assert silence.look(beat(5, building=True), waited_for=True, passed=passed) == 0.0
     assert silence.building == 2.0 + 2.0 + 2.0
@@ -87,7 +87,7 @@ async def test_an_endless_build_is_detected() -> None:
 
 
 def test_time_without_checks_does_not_count_against_the_core() -> None:
-    silence = Silence(between=1.0)
+    silence = SilenceMeter(between=1.0)
     silence.look(beat(5), waited_for=True, passed=1.0)
     assert silence.look(beat(5), waited_for=True, passed=3600.0) == 2.0
 

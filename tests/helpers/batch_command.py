@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 from helpers.engine_fakes import EchoCore, load_tokenizer
 
-QUICK = Backoff(first=0.01, most=0.02)
+QUICK = Backoff(first_delay=0.01, max_delay=0.02)
 
 
 class AuditedEchoCore(EchoCore):

@@ -23,7 +23,7 @@ from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, Mod
 from sglang_jax.errors import EngineDeadError, ParameterError, RequestError
 from sglang_jax.scheduler.messages import SchedulerStats
 
-AT_ONCE = Backoff(first=0.0, most=0.0)
+AT_ONCE = Backoff(first_delay=0.0, max_delay=0.0)
 
 _names = itertools.count()
 
@@ -151,7 +151,7 @@ class ScriptedReplicas:
             gate.set()
         self.failures: list[EngineDeadError | None] = [None] * count
         self.replicas = [
-            Replica(index, self._start(index), backoff=Backoff(first=0.0, most=0.0, give_up=1))
+            Replica(index, self._start(index), backoff=Backoff(first_delay=0.0, max_delay=0.0, give_up=1))
             for index in range(count)
         ]
 

@@ -149,7 +149,7 @@ def read(
         forms=forms,
         separator=family.separator,
         tools={tool.name: tool for tool in tools},
-        silent=(*family.silent, *markers(forms, reasoning, family.silent) & NAMES.keys()),
+        hidden=(*family.hidden, *markers(forms, reasoning, family.hidden) & NAMES.keys()),
         required=required,
     )
     answers = []
@@ -447,7 +447,7 @@ def test_a_grammar_starts_after_reasoning(backend: LlguidanceBackend, trial: Tri
     qwen3 = REASONING[ReasoningParser.QWEN3]
     for start, texts in (
         (ReasoningStart.OPEN, ['Hm "x\n</think>\n\n' + said, "</think>" + said]),
-        (ReasoningStart.UNSAID, [said, "<think>\nHm <thi</think>\n" + said]),
+        (ReasoningStart.UNKNOWN, [said, "<think>\nHm <thi</think>\n" + said]),
         (ReasoningStart.CLOSED, [said]),
     ):
         found = after_reasoning(grammar_format(grammar), qwen3, start, text=True)
@@ -462,7 +462,7 @@ def test_a_grammar_starts_after_reasoning(backend: LlguidanceBackend, trial: Tri
 def test_harmonys_answers_and_calls_start_after_its_reasoning(backend: LlguidanceBackend, trial: Trial) -> None:
     harmony, family = REASONING[ReasoningParser.GPT_OSS], CALLS[ToolCallParser.GPT_OSS]
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    answer = after_reasoning(grammar_format(json_grammar({"const": 1})), harmony, ReasoningStart.UNSAID, text=True)
+    answer = after_reasoning(grammar_format(json_grammar({"const": 1})), harmony, ReasoningStart.UNKNOWN, text=True)
     walker = Walker(backend, trial, grammar_of_format(answer, "field"))
     assert walker.takes("<|channel|>final<|message|>1")
     assert walker.takes(thought + "<|channel|>final<|message|>1")
@@ -471,7 +471,7 @@ def test_harmonys_answers_and_calls_start_after_its_reasoning(backend: Llguidanc
         family, family.enforced(""), (NOW, NOTE), required=False, parallel=True, text_begin=harmony.answer
     )
     walker = Walker(
-        backend, trial, grammar_of_format(after_reasoning(calls, harmony, ReasoningStart.UNSAID, text=False), "tools")
+        backend, trial, grammar_of_format(after_reasoning(calls, harmony, ReasoningStart.UNKNOWN, text=False), "tools")
     )
     call = '<|channel|>commentary to=functions.note <|constrain|>json<|message|>{"text": "a"}'
     for raw in (call, thought + call, thought + "<|channel|>final<|message|>It is."):

@@ -110,9 +110,9 @@ class Way:
             ),
             separator="" if family is None else family.separator,
             tools=TOOLS,
-            silent=(
-                *(() if family is None else family.silent),
-                *(() if self.reasoning is None else self.reasoning.silent),
+            hidden=(
+                *(() if family is None else family.hidden),
+                *(() if self.reasoning is None else self.reasoning.hidden),
                 *self.hidden,
             ),
             separate=self.separate,
@@ -553,7 +553,7 @@ def test_the_streamed_part_of_a_call_is_never_taken_back(
 
 
 def test_the_number_of_calls_is_limited() -> None:
-    layout = ReplyLayout(forms=HERMES.forms, tools=TOOLS, most_calls=1)
+    layout = ReplyLayout(forms=HERMES.forms, tools=TOOLS, max_calls=1)
     reader, found = ReplyParser(layout), Found()
     found.add([*reader.push(f"{ONE}{hermes('now', '{}')} so"), *reader.finish()])
     assert (len(found.calls), found.text, reader.num_calls) == (1, " so", 2)
@@ -630,7 +630,7 @@ def test_python_literals_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
     literal_eval = ast.literal_eval
     monkeypatch.setattr(python_literal.ast, "literal_eval", lambda text: parsed.append(text) or literal_eval(text))
-    long = "['" + "a" * (python_literal.MOST_CHARACTERS - 4) + "']"
+    long = "['" + "a" * (python_literal.MAX_CHARACTERS - 4) + "']"
     deep = "[" * 150 + "'a'" + "]" * 150
     too_deep = "[" * 8000 + "]" * 8000
     for value in (long, deep):
@@ -667,7 +667,7 @@ def test_the_cost_of_thousands_of_calls_at_once_is_linear(monkeypatch: pytest.Mo
     """Buffered text was scanned and copied for each call in it: 3 seconds for 16,000 calls at once."""
     family = CALLS[ToolCallParser.HERMES]
     tools = {"f": Tool("f", {"type": "object"})}
-    layout = ReplyLayout(forms=family.forms, separator=family.separator, tools=tools, silent=family.silent)
+    layout = ReplyLayout(forms=family.forms, separator=family.separator, tools=tools, hidden=family.hidden)
     looked_at = 0
     find = parser._Markers.find
 

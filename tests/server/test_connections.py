@@ -25,7 +25,7 @@ from sglang_jax.server.connections import (
     BoundedConnection,
 )
 from sglang_jax.server.sliced_connection import MAX_HEAD_BYTES
-from sglang_jax.server.slices import LEAST_SLICE, SLICE, SLICE_SECONDS, next_slice
+from sglang_jax.server.slices import MIN_SLICE, SLICE, SLICE_SECONDS, next_slice
 
 TIMEOUT = 0.6
 PATIENCE = 2.5
@@ -263,11 +263,11 @@ def test_a_refused_client_that_is_still_sending_can_read_the_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"), [("MOST_LINGERING", 0), ("LINGER_SECONDS", 0.3), ("MOST_LINGERED", 100_000)]
+    ("limit", "value"), [("MAX_LINGERING", 0), ("LINGER_SECONDS", 0.3), ("MAX_LINGERED_BYTES", 100_000)]
 )
 def test_lingering_connections_are_limited(monkeypatch: pytest.MonkeyPatch, limit: str, value: float) -> None:
     """Limits on their number, on time and on bytes, each tested separately."""
-    for name, large in (("MOST_LINGERING", 100), ("LINGER_SECONDS", 1e6), ("MOST_LINGERED", 10**15)):
+    for name, large in (("MAX_LINGERING", 100), ("LINGER_SECONDS", 1e6), ("MAX_LINGERED_BYTES", 10**15)):
         monkeypatch.setattr(lingering, name, value if name == limit else large)
     with serve_echo(model_path="echo:0.02", max_connections=1) as server:
         working = server.send("/generate", {"text": "a" * 2000, "stream": True})
@@ -315,7 +315,7 @@ def test_a_slow_reader_gets_its_long_answer(patient: EchoServer) -> None:
 
 def test_only_one_unread_long_answer_is_held(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     asked = post_bytes("/tokenize", {"prompt": ["a" * 60_000] * 30})
-    monkeypatch.setattr(held_answers, "MOST_HELD_BYTES", 100_000)
+    monkeypatch.setattr(held_answers, "MAX_HELD_BYTES", 100_000)
     monkeypatch.setattr(held_answers, "PAUSE_SECONDS", 0.0)
     with serve_echo() as server:
         size = len(server.http.post("/tokenize", json={"prompt": ["a" * 60_000] * 30}).content)
@@ -382,7 +382,7 @@ def test_slices_shrink_where_parsing_is_slow() -> None:
         sizes.append(next_slice(sizes[-1], sizes[-1] / SLICE * 10 * SLICE_SECONDS))
     assert sizes[:5] == [8192, 4096, 2048, 1024, 512]
     assert set(sizes[4:]) == {512}
-    assert next_slice(LEAST_SLICE, 0.0001) == 1024
+    assert next_slice(MIN_SLICE, 0.0001) == 1024
     assert next_slice(SLICE, 0.0001) == SLICE
     assert next_slice(1024, SLICE_SECONDS / 2) == 1024
 

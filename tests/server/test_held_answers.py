@@ -25,7 +25,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(held_answers, "MOST_HELD_BYTES", LIMIT)
+    monkeypatch.setattr(held_answers, "MAX_HELD_BYTES", LIMIT)
     clock = Clock()
     monkeypatch.setattr(held_answers, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock

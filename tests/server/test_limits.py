@@ -162,7 +162,7 @@ def test_a_missing_body_times_out(small: EchoServer) -> None:
 
 def test_the_total_size_of_bodies_is_limited(small: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        request_body, "SLOWEST", 100
+        request_body, "MIN_BYTES_PER_SECOND", 100
     )  # the server would hold the bytes it read for a quarter of an hour
     connections: list[socket.socket] = []
     refused: list[tuple[int, dict[str, Any]]] = []

@@ -18,7 +18,7 @@ from sglang_jax.server import json_body
 from sglang_jax.server.callers import Caller, set_caller
 from sglang_jax.server.context import MergedStreams
 from sglang_jax.server.json_body import LONG_BODY
-from sglang_jax.server.long_work import OTHERS_SHARE, LongWork
+from sglang_jax.server.long_work import PAUSE_FACTOR, LongWork
 from sglang_jax.server.streaming import RESPONSE_SLICE, json_list_response, json_response
 
 JSON = {"Content-Type": "application/json"}
@@ -44,7 +44,7 @@ class TestOneAtATime:
 
         await asyncio.gather(*(work.run(1000, piece) for _ in range(3)))
         pauses = [after[0] - before[1] for before, after in itertools.pairwise(ends)]
-        assert min(pauses) >= took * OTHERS_SHARE * 0.9
+        assert min(pauses) >= took * PAUSE_FACTOR * 0.9
 
     async def test_small_pieces_run_before_large_ones(self) -> None:
         work, done = LongWork(), list[str]()

@@ -123,7 +123,7 @@ def test_tokenize_and_detokenize_round_trip(server: EchoServer) -> None:
 
 
 def test_the_size_of_a_tokenize_request_is_limited(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(management, "MOST_TOKENIZED", 20_000)
+    monkeypatch.setattr(management, "MAX_TOKENIZED", 20_000)
     text = "a" * 10_000
     assert server.http.post("/tokenize", json={"prompt": [text] * 2}).json()["count"] == [len(text)] * 2
     refused = server.http.post("/tokenize", json={"prompt": [text, text, "a"]})

@@ -13,7 +13,7 @@ from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 from sglang_jax.errors import RequestError
 from sglang_jax.server import connections, request_body
 from sglang_jax.server.partial_requests import PartialRequests
-from sglang_jax.server.request_body import LIKE_BYTES
+from sglang_jax.server.request_body import REQUEST_BYTES
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 MOST = 10_000
@@ -65,9 +65,9 @@ def test_silent_requests_do_not_crowd_out_long_ones() -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EchoServer]:
-    monkeypatch.setattr(connections, "MOST_OF_HEADS", MOST)
-    monkeypatch.setattr(request_body, "MOST_OF_SMALL_BODIES", MOST)
-    monkeypatch.setattr(request_body, "LIKE_BYTES", 0)
+    monkeypatch.setattr(connections, "MAX_HEADS_BYTES", MOST)
+    monkeypatch.setattr(request_body, "MAX_SMALL_BODIES_BYTES", MOST)
+    monkeypatch.setattr(request_body, "REQUEST_BYTES", 0)
     with serve_echo(model_path="echo:0.02") as server:
         yield server
 
@@ -166,7 +166,7 @@ def test_a_request_that_fills_the_limit_is_refused_itself(server: EchoServer) ->
 
 def test_a_body_that_has_not_started_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server waited for thousands of them, and each request takes memory."""
-    monkeypatch.setattr(request_body, "MOST_OF_SMALL_BODIES", 3 * LIKE_BYTES + 1000)
+    monkeypatch.setattr(request_body, "MAX_SMALL_BODIES_BYTES", 3 * REQUEST_BYTES + 1000)
     with serve_echo(model_path="echo:0.02") as server:
         head, _, content = body(1000).partition(b"\r\n\r\n")
         waiting = [connect(server, head + b"\r\n\r\n") for _ in range(4)]

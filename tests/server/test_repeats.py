@@ -21,7 +21,7 @@ def said(size: int) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def limit(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(repeats, "MOST_HELD_BYTES", 1000)
+    monkeypatch.setattr(repeats, "MAX_HELD_BYTES", 1000)
     return 1000
 
 
@@ -86,7 +86,7 @@ def test_a_completion_that_has_ended_is_not_held(server: EchoServer, monkeypatch
         return added
 
     monkeypatch.setattr(RepeatShare, "add", noted)
-    monkeypatch.setattr(repeats, "MOST_HELD_BYTES", 2**20)
+    monkeypatch.setattr(repeats, "MAX_HELD_BYTES", 2**20)
     events = server.events("/generate", CALL)
     last = [event for event in events if event["meta_info"]["finish_reason"]]
     assert sorted(event["index"] for event in last) == list(range(12))
@@ -100,7 +100,7 @@ def test_a_stream_over_the_limit_ends_with_an_error(
     response = server.http.post("/generate", json={**CALL, "stream": True})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
     assert len(server.events("/generate", {**CALL, "incremental_output": True})) == 12
-    monkeypatch.setattr(repeats, "MOST_HELD_BYTES", 30)
+    monkeypatch.setattr(repeats, "MAX_HELD_BYTES", 30)
     first, *_, last = lines_of(slow_server, {"text": "a" * 20})
     assert json.loads(first)["text"].startswith("a")
     assert "the limit of all is 30" in json.loads(last)["error"]["message"]
@@ -115,7 +115,7 @@ def lines_of(server: EchoServer, body: dict[str, Any]) -> list[str]:
 def test_a_stream_that_ends_within_an_event_sends_the_error_in_another(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeats, "MOST_HELD_BYTES", 2**20)
+    monkeypatch.setattr(repeats, "MAX_HELD_BYTES", 2**20)
 
     def pieces(self: RepeatShare, index: int, data: bytes) -> Iterator[bytes]:
         yield b"data: {"

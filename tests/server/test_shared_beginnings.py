@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.echo_server import serve_echo
 
-from sglang_jax.server.shared_beginnings import LEAST_CHARACTERS, MOST_CHARACTERS, MOST_KEPT, SharedBeginnings
+from sglang_jax.server.shared_beginnings import MAX_CHARACTERS, MAX_KEPT, MIN_CHARACTERS, SharedBeginnings
 
 SYSTEM = "system: You are helpful. " * 8
 
@@ -43,10 +43,10 @@ def test_it_is_unknown_if_the_message_is_missing_or_comes_first(message: str) ->
     assert not encode.asked
 
 
-@pytest.mark.parametrize(("length", "counted"), [(LEAST_CHARACTERS, True), (LEAST_CHARACTERS - 1, False)])
+@pytest.mark.parametrize(("length", "counted"), [(MIN_CHARACTERS, True), (MIN_CHARACTERS - 1, False)])
 def test_short_and_very_long_prefixes_are_skipped(length: int, counted: bool) -> None:
     assert (count(SharedBeginnings(), "a" * length + "hello", "hello", Encoder()) > 0) == counted
-    long = "a" * (MOST_CHARACTERS + 1) + "hello"
+    long = "a" * (MAX_CHARACTERS + 1) + "hello"
     assert count(SharedBeginnings(), long, "hello", Encoder()) == 0
 
 
@@ -57,14 +57,14 @@ def test_the_number_of_remembered_prefixes_is_limited_lru() -> None:
         count(beginnings, f"{SYSTEM}{number:04} hello", "hello", encode)
 
     see(0)
-    for number in range(1, MOST_KEPT + 1):
+    for number in range(1, MAX_KEPT + 1):
         see(number)
         see(0)
-    assert len(encode.asked) == MOST_KEPT + 1
+    assert len(encode.asked) == MAX_KEPT + 1
     see(1)
-    assert len(encode.asked) == MOST_KEPT + 2, "the one that was used longest ago has gone"
+    assert len(encode.asked) == MAX_KEPT + 2, "the one that was used longest ago has gone"
     see(0)
-    assert len(encode.asked) == MOST_KEPT + 2
+    assert len(encode.asked) == MAX_KEPT + 2
 
 
 @pytest.mark.parametrize(("model", "looks"), [("states", True), ("echo", False)])

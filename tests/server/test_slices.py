@@ -26,7 +26,7 @@ from sglang_jax.server.connections import (
     bounded_connections,
 )
 from sglang_jax.server.partial_requests import PartialRequests
-from sglang_jax.server.request_body import LIKE_BYTES, BodyLimit
+from sglang_jax.server.request_body import REQUEST_BYTES, BodyLimit
 from sglang_jax.server.serve import bind, listening_sockets
 from sglang_jax.server.slices import CROWD, CROWDED_SLICE, SLICE, SliceTurns, SmallReads
 
@@ -145,12 +145,12 @@ async def test_a_short_request_is_answered_alongside_hundreds_of_long_bodies() -
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize(("size", "room"), [(8000, 20 * LIKE_BYTES), (40_000, 200 * LIKE_BYTES + 2 * 65_536)])
+@pytest.mark.parametrize(("size", "room"), [(8000, 20 * REQUEST_BYTES), (40_000, 200 * REQUEST_BYTES + 2 * 65_536)])
 async def test_complete_bodies_are_read_one_after_the_other(
     size: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parsed in turns they were all held partly, and together exceeded the limit."""
-    monkeypatch.setattr(request_body, "MOST_OF_SMALL_BODIES", room)
+    monkeypatch.setattr(request_body, "MAX_SMALL_BODIES_BYTES", room)
     app, make = BodyLimit(size_of_body, 2**20, 60.0), bounded_connections(LIMITS)
     crowd = [connect(make, app) for _ in range(200)]
     for connection, _ in crowd:
@@ -276,7 +276,7 @@ async def test_a_refused_body_is_freed_without_the_garbage_collector() -> None:
 
     kept: list[weakref.ref[Chunk]] = []
     limit = BodyLimit(size_of_body, 100_000, 60.0)
-    limit._small = PartialRequests(LIKE_BYTES + 5000, "small bodies")
+    limit._small = PartialRequests(REQUEST_BYTES + 5000, "small bodies")
 
     async def receive() -> Message:
         chunk = Chunk(b"x" * 2000)

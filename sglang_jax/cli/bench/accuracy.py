@@ -1,8 +1,6 @@
-"""`bench accuracy`: multiple-choice questions, scored by the likelihood that the model gives to each answer.
-
-Nothing is generated: each answer is appended to its question, and the logprobs of its tokens are summed. The score
-shows the loss of an 8-bit cache, another attention or a converted checkpoint, and whether it works at all.
-"""
+"""`bench accuracy`: multiple-choice questions, scored by the likelihood that the model gives to each answer, without
+generating: an answer is appended to its question, and the logprobs of its tokens are summed. The score shows the loss
+of an 8-bit cache, another attention or a converted checkpoint, and whether it works at all."""
 
 from __future__ import annotations
 
@@ -44,8 +42,6 @@ class Question(BaseModel):
 
 
 class AccuracyConfig(BaseModel):
-    """Options of `bench accuracy` in addition to the engine's."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: Path = Field(description='JSON lines file of questions: {"prompt", "choices", "answer"}')
@@ -54,12 +50,9 @@ class AccuracyConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result of a task.
-
-    - `accuracy`: fraction of questions whose correct answer has the highest logprob; `per_character`: the same with
-      logprobs divided by the answer's characters, which does not favour short answers.
-    - `nll`: mean negative logprob per token of correct answers.
-    """
+    """The result of a task. `accuracy`: fraction of questions whose correct answer has the highest logprob;
+    `per_character`: with logprobs divided by the answer's characters, which does not favour short answers; `nll`: mean
+    negative logprob per token of correct answers."""
 
     questions: int
     accuracy: float
@@ -90,8 +83,8 @@ def read_task(file: Path) -> list[Question]:
 
 
 def answer_start(prompt: Sequence[int], whole: Sequence[int]) -> int:
-    """Returns where an answer's tokens start in those of prompt and answer together: after their common tokens, because
-    the prompt's last token may change when text follows; at least 1, because the first token has no logprob."""
+    """Returns where an answer's tokens start in those of prompt and answer: after their common tokens, because the
+    prompt's last token may change when text follows; at least 1, because the first token has no logprob."""
     shared = next(
         (i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(map(len, (prompt, whole)))
     )
@@ -158,8 +151,8 @@ def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig, model: str | 
 
 
 def _values(tokens: Sequence[TokenLogprob] | None) -> list[float]:
-    """Returns the logprobs of an answer's tokens. Raises `RuntimeError` if one is missing: a sum without it would be
-    too high."""
+    """Returns the logprobs of an answer's tokens. Raises `RuntimeError` for a missing one: the sum would be too
+    high."""
     values = [token.logprob for token in tokens or () if token.logprob is not None]
     if not values or len(values) < len(tokens or ()):
         raise RuntimeError(f"the engine gave logprobs for {len(values)} of {len(tokens or ())} tokens of an answer")

@@ -124,8 +124,7 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
 async def _measure(
     load: LoadConfig, workload: WorkloadConfig, pairs: Sequence[Pair] | None
 ) -> tuple[list[RequestRecord], float]:
-    """Runs the load, and returns records and duration in seconds. `pairs`: those of a file, None for generated
-    prompts."""
+    """Runs the load. Returns records, and duration in seconds. `pairs`: of a file, None for generated prompts."""
     environment = Environment()
     async with open_client(load.url, load.api_key or environment.api_key) as client:
         model = load.model or (await call(client, "GET", "/v1/models"))["data"][0]["id"]
@@ -160,7 +159,7 @@ class LoadProgress:
         self._total, self._done = total, 0
         self._bar = tqdm(total=total, unit="req") if bar else None
         self._clock = clock
-        self._told = clock()
+        self._printed_at = clock()
 
     def __enter__(self) -> Self:
         return self
@@ -170,12 +169,11 @@ class LoadProgress:
             self._bar.close()
 
     def update(self) -> None:
-        """Counts a finished request."""
         self._done += 1
         if self._bar is not None:
             self._bar.update()
-        elif self._clock() - self._told >= SECONDS_BETWEEN_LINES:
-            self._told = self._clock()
+        elif self._clock() - self._printed_at >= SECONDS_BETWEEN_LINES:
+            self._printed_at = self._clock()
             click.echo(f"{self._done} of {self._total} requests finished", err=True)
 
 
@@ -271,8 +269,6 @@ Generate = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], Sequenc
 
 
 class OfflineConfig(BaseModel):
-    """Options of `bench offline` in addition to those of the engine and the workload."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     result_filename: Path | None = Field(None, description="file to append the results to, as a line of JSON")
@@ -328,25 +324,23 @@ def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: Offli
 
 
 def run_workload(generate: Generate, conversations: Sequence[Conversation]) -> Totals:
-    """Runs the first turn of every conversation as one batch, then every second turn, and so on.
-
-    Outputs have exactly the requested length: sampling is greedy and ignores end-of-sequence tokens.
-    """
+    """Runs the first turn of every conversation as one batch, then every second turn, and so on. Outputs have exactly
+    the requested length: sampling is greedy and ignores end-of-sequence tokens."""
     totals = Totals()
-    said: list[list[int]] = [[] for _ in conversations]
+    contexts: list[list[int]] = [[] for _ in conversations]
     for number in range(max(len(conversation.turns) for conversation in conversations)):
         live = [i for i, conversation in enumerate(conversations) if number < len(conversation.turns)]
         turns = [conversations[i].turns[number] for i in live]
         for i, turn in zip(live, turns, strict=True):
-            said[i] += turn.token_ids
+            contexts[i] += turn.token_ids
         sampling = [SamplingParams(max_new_tokens=turn.output_len, temperature=0.0, ignore_eos=True) for turn in turns]
         start = time.perf_counter()
-        outputs = generate([said[i] for i in live], sampling)
+        outputs = generate([contexts[i] for i in live], sampling)
         totals.seconds += time.perf_counter() - start
         for i, output in zip(live, outputs, strict=True):
             totals.requests += 1
             totals.input_tokens += output.prompt_tokens
             totals.cached_tokens += output.cached_tokens
             totals.output_tokens += output.completion_tokens
-            said[i] += output.output_ids
+            contexts[i] += output.output_ids
     return totals

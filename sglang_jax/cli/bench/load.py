@@ -1,5 +1,4 @@
-"""Sends a load to a running server, open-loop or closed-loop, on one event loop: requests and answers of each route,
-and the times at which requests are sent."""
+"""Sends a load to a running server, open-loop or closed-loop, on one event loop."""
 
 from __future__ import annotations
 
@@ -78,12 +77,12 @@ class GenerateDialogue(Dialogue):
     path = "/generate"
 
     def __init__(self) -> None:
-        self._said: list[int] = []
+        self._context: list[int] = []
 
     def request(self, turn: Turn) -> dict[str, Any]:
-        self._said += turn.token_ids
+        self._context += turn.token_ids
         return {
-            "input_ids": list(self._said),
+            "input_ids": list(self._context),
             "sampling_params": {"max_new_tokens": turn.output_len, "temperature": 0.0, "ignore_eos": True},
             "stream": True,
         }
@@ -105,7 +104,7 @@ class GenerateDialogue(Dialogue):
                 f"the next turn needs all {reply.tokens} output_ids of this turn, but the server sent "
                 f"{len(reply.token_ids)}"
             )
-        self._said += reply.token_ids
+        self._context += reply.token_ids
 
 
 class OpenAIDialogue(Dialogue):
@@ -144,20 +143,20 @@ class CompletionDialogue(OpenAIDialogue):
 
     path = "/v1/completions"
 
-    def __init__(self, model: str, *, lone: bool) -> None:
+    def __init__(self, model: str, *, single_turn: bool) -> None:
         super().__init__(model)
-        self._lone = lone
-        self._said = ""
+        self._single_turn = single_turn
+        self._context = ""
 
     def request(self, turn: Turn) -> dict[str, Any]:
-        self._said += " " + turn.as_text()
-        return {"prompt": list(turn.token_ids) if self._lone else self._said, **self._options(turn)}
+        self._context += " " + turn.as_text()
+        return {"prompt": list(turn.token_ids) if self._single_turn else self._context, **self._options(turn)}
 
     def _text(self, choice: Mapping[str, Any]) -> str:
         return choice["text"] or ""
 
     def remember(self, reply: Reply) -> None:
-        self._said += reply.text
+        self._context += reply.text
 
 
 class ChatDialogue(OpenAIDialogue):
@@ -181,12 +180,11 @@ class ChatDialogue(OpenAIDialogue):
 
 
 def open_dialogue(api: Api, model: str, conversation: Conversation) -> Dialogue:
-    """Returns a new dialogue."""
     match api:
         case Api.SGLANG:
             return GenerateDialogue()
         case Api.OPENAI:
-            return CompletionDialogue(model, lone=len(conversation.turns) == 1)
+            return CompletionDialogue(model, single_turn=len(conversation.turns) == 1)
         case Api.OPENAI_CHAT:
             return ChatDialogue(model)
 
@@ -219,10 +217,8 @@ def _authorization(key: str | None) -> dict[bytes, bytes]:
 
 
 async def call(client: httpx2.AsyncClient, method: str, path: str, *, key: str | None = None) -> Any:
-    """Calls a route of the server, and returns its JSON (or text). `key`: None for the client's own.
-
-    **Raises** `click.ClickException` without an answer, or for an error.
-    """
+    """Calls a route of the server, and returns its JSON (or text). `key`: None for the client's own. Raises
+    `click.ClickException` without an answer, or for an error."""
     try:
         response = await client.request(method, path, headers=_authorization(key))
     except httpx2.TransportError as error:
@@ -246,12 +242,9 @@ async def run_load(
     seed: int,
     on_done: Callable[[RequestRecord], None],
 ) -> tuple[list[RequestRecord], float]:
-    """Sends all conversations. Returns a record of each request, and the total seconds.
-
-    Conversations start as a Poisson process of `request_rate` per second (infinite: at once). At most `max_concurrency`
-    requests run at once. Latencies do not include the wait for this limit. A conversation ends with its first failed
-    request.
-    """
+    """Sends all conversations. Returns a record of each request, and the total seconds. Conversations start as a
+    Poisson process of `request_rate` per second (infinite: at once). At most `max_concurrency` requests run at once.
+    Latencies do not include the wait for this limit. A conversation ends with its first failed request."""
     slots = asyncio.Semaphore(max_concurrency or len(conversations))
     records: list[RequestRecord] = []
 
@@ -278,8 +271,8 @@ async def run_load(
 
 
 def arrival_times(count: int, request_rate: float, seed: int) -> list[float]:
-    """Returns the times of the first `count` arrivals of a Poisson process of `request_rate` per second, in seconds
-    from the first, which is at 0."""
+    """Returns the times of the first `count` arrivals of a Poisson process of `request_rate` per second: seconds from
+    the first, which is at 0."""
     if math.isinf(request_rate):
         return [0.0] * count
     gaps = np.random.default_rng(seed).exponential(1.0 / request_rate, size=count)

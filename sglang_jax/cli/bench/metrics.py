@@ -2,15 +2,14 @@
 
 The four latencies of a streamed request, all in seconds:
 
-- TTFT: from sending the request to its first output.
+- TTFT: from sending the request to its first output; E2E: to its end.
 - TPOT: mean time per output token after the first output.
 - ITL: the time of each later token. A chunk of k tokens that arrives `gap` after the previous one counts as k tokens of
   `gap / k`, so that neither the length nor the number of chunks distorts the result. TTFT includes the wait for the
   tokens of the first output, so they have no interval, and TPOT does not count them.
-- E2E: from sending the request to its end.
 
-Chunk gaps, the times between outputs of a stream, are reported too. If a server does not send the number of tokens per
-chunk, and chunks are not one per token, the request has no ITL; the number of requests with ITL is reported.
+Chunk gaps, the times between outputs of a stream, are reported too. A request has no ITL if its server does not send
+the tokens per chunk, and chunks are not one per token; the number of requests with ITL is reported.
 """
 
 from __future__ import annotations
@@ -52,10 +51,8 @@ class Chunk:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """A client's record of one request. Times are of `time.perf_counter()`, in seconds.
-
-    `end`: when the last output or the finish reason arrived; `chunks`: empty without streaming.
-    """
+    """A client's record of one request. Times are of `time.perf_counter()`, in seconds. `end`: when the last output or
+    the finish reason arrived; `chunks`: empty without streaming."""
 
     start: float
     end: float = 0.0
@@ -87,7 +84,6 @@ class RequestRecord:
         return (self.end - self.chunks[0].time) / later_tokens if later_tokens > 0 else None
 
     def chunk_gaps(self) -> list[float]:
-        """Returns the seconds between outputs."""
         times = [chunk.time for chunk in self.chunks]
         return [later - earlier for earlier, later in pairwise(times)]
 
@@ -114,8 +110,7 @@ class RequestRecord:
 
 
 def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Returns `mean_<name>_ms`, `median_<name>_ms` and percentiles, with linear interpolation; empty without
-    samples."""
+    """Returns `mean_<name>_ms`, `median_<name>_ms` and percentiles, interpolated linearly; empty without samples."""
     if not seconds:
         return {}
     milliseconds = np.asarray(seconds) * 1e3
@@ -151,10 +146,8 @@ def samples(records: Sequence[RequestRecord]) -> Samples:
 
 
 def serving_summary(records: Sequence[RequestRecord], duration: float) -> dict[str, float | int]:
-    """Returns counts, rates per second over `duration` seconds, and latencies in milliseconds.
-
-    `concurrency` is the mean number of requests in flight (Little's law). Failed requests only count as failed.
-    """
+    """Returns counts, rates per second over `duration` seconds, and latencies in milliseconds. `concurrency`: mean
+    number of requests in flight (Little's law). Failed requests only count as failed."""
     done = [record for record in records if record.ok]
     measured = samples(records)
     input_tokens = sum(record.prompt_tokens for record in done)
@@ -228,7 +221,6 @@ def format_serving(figures: Mapping[str, float | int]) -> str:
 
 
 def format_offline(figures: Mapping[str, float | int]) -> str:
-    """Returns the summary of `bench offline`."""
     return "\n".join([_counts(figures, requests="successful_requests", seconds="total_latency"), _rates(figures)])
 
 
@@ -247,13 +239,12 @@ def _rates(figures: Mapping[str, float | int]) -> str:
 
 
 def append_json_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Appends one object to a file of JSON lines."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def check_plotting() -> None:
-    """**Raises** `click.UsageError` with the remedy if matplotlib is missing."""
+    """Raises `click.UsageError` with the remedy if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError(f"--plot needs matplotlib: {how_to_install('bench')}")
 

@@ -1,8 +1,6 @@
-"""Prompts written by people: a file in ShareGPT's format, which other engines' benchmarks also use.
-
-The file is a list of `{"conversations": [{"from": ..., "value": ...}, ...]}`. A conversation's first turn is the
-prompt; its second is a recorded answer, whose length is the number of tokens to request.
-"""
+"""Prompts written by people: a file in ShareGPT's format, which other engines' benchmarks also use, a list of
+`{"conversations": [{"from": ..., "value": ...}, ...]}`. A conversation's first turn is the prompt; its second is a
+recorded answer, whose length is the number of tokens to request."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ from sglang_jax.cli.bench.workloads import Conversation, Turn, WorkloadConfig
 from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.errors import ConfigError
 
-SHORTEST = 4
+MIN_TOKENS = 4
 """Prompts and answers with fewer tokens are skipped."""
 
-LONGEST_PROMPT = 1024
-LONGEST = 2048
-"""Longer prompts (`LONGEST_PROMPT`), and longer prompts with answers (`LONGEST`), are skipped; `--sharegpt-context-len`
-replaces both."""
+MAX_PROMPT_TOKENS = 1024
+MAX_TOKENS = 2048
+"""Longer prompts (`MAX_PROMPT_TOKENS`), or with their answers (`MAX_TOKENS`), are skipped; see
+`--sharegpt-context-len`."""
 
 WHERE = (
     "nothing is downloaded automatically: download ShareGPT_V3_unfiltered_cleaned_split.json of the data set "
@@ -43,15 +41,12 @@ class _Recorded(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt and its recorded answer."""
-
     prompt: str
     answer: str
 
 
 def read_pairs(file: Path) -> list[Pair]:
-    """Reads the first two turns of every conversation that has two. Raises `ConfigError` with the fault and its
-    place."""
+    """Reads the first two turns of every conversation that has two. Raises `ConfigError` with the place of a fault."""
     try:
         content = json.loads(file.read_bytes())
         recorded = msgspec.convert(content, list[_Recorded])
@@ -86,7 +81,7 @@ def sample_pairs(
         ids = tokenizer.encode(pairs[index].prompt)
         answer = tokenizer.encode(pairs[index].answer, add_special_tokens=False)
         output_len = config.sharegpt_output_len or len(answer)
-        if len(ids) < SHORTEST or output_len < SHORTEST:
+        if len(ids) < MIN_TOKENS or output_len < MIN_TOKENS:
             short += 1
         elif _too_long(config, len(ids), output_len):
             long += 1
@@ -103,4 +98,4 @@ def sample_pairs(
 def _too_long(config: WorkloadConfig, prompt: int, output: int) -> bool:
     if config.sharegpt_context_len is not None:
         return prompt + output > config.sharegpt_context_len
-    return prompt > LONGEST_PROMPT or prompt + output > LONGEST
+    return prompt > MAX_PROMPT_TOKENS or prompt + output > MAX_TOKENS

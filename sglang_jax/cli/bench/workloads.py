@@ -1,9 +1,6 @@
-"""Workloads of a given shape, generated from a seed: nothing is downloaded. For prompts written by people see
-`sharegpt`.
-
-A workload is a list of conversations. Prompts are token ids, so that their lengths are exact; `as_text` converts them
-to words for routes that accept only text.
-"""
+"""Workloads of a given shape, generated from a seed: lists of conversations. Prompts are token ids, so that their
+lengths are exact; `as_text` converts them to words for routes that accept only text. For people's prompts see
+`sharegpt`."""
 
 from __future__ import annotations
 
@@ -29,17 +26,13 @@ class Dataset(Choice):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A client's turn in a conversation, and the number of output tokens to request.
-
-    - `text`: the text of the ids, if known.
-    """
+    """A client's turn, and the number of output tokens to request. `text`: the text of the ids, if known."""
 
     token_ids: tuple[int, ...]
     output_len: int
     text: str | None = None
 
     def as_text(self) -> str:
-        """Returns the turn for a route that accepts only text."""
         return as_text(self.token_ids) if self.text is None else self.text
 
 
@@ -51,8 +44,6 @@ class Conversation:
 
 
 class WorkloadConfig(BaseModel):
-    """The shape of a workload."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dataset_name: Dataset = Field(
@@ -123,8 +114,7 @@ def longest_context(conversations: Sequence[Conversation]) -> int:
 
 
 def make_workload(config: WorkloadConfig, vocab_size: int) -> list[Conversation]:
-    """Generates the conversations of a workload: always the same for a config and vocabulary. Ids are in `[0,
-    vocab_size)`."""
+    """Generates conversations: always the same for a config and vocabulary. Ids are in `[0, vocab_size)`."""
     random = np.random.default_rng(config.seed)
     if config.dataset_name is Dataset.SHARED_PREFIX:
         return _shared_prefix(config, vocab_size, random)
@@ -139,8 +129,7 @@ def make_workload(config: WorkloadConfig, vocab_size: int) -> list[Conversation]
 
 
 def _shared_prefix(config: WorkloadConfig, vocab_size: int, random: np.random.Generator) -> list[Conversation]:
-    """Returns the prompts of all groups in a random order, like real traffic. In the order of groups, they would hardly
-    test the cache."""
+    """Returns the prompts of all groups in a random order: in the order of groups, they would hardly test the cache."""
     conversations = []
     for _ in range(config.gsp_num_groups):
         system_prompt = _ids(config.gsp_system_prompt_len, vocab_size, random)
