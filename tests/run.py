@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MOST_RACED = 3
+MAX_RACED = 3
 MAX_RERUN = 20
 """With more failures than this, the code is at fault and not the machine's load: they are not run again."""
 
@@ -64,8 +64,8 @@ def run(workers: int, seed: int, arguments: Sequence[str]) -> int:
     raced = [test for test in failed if test not in again]
     if raced:
         print(f"\nraced: failed in parallel (order {seed}), passed on their own:", *raced, sep="\n  ", flush=True)
-    if not status and len(raced) > MOST_RACED:
-        print(f"\nAt most {MOST_RACED} tests may race, got {len(raced)}: mend them.", flush=True)
+    if not status and len(raced) > MAX_RACED:
+        print(f"\nAt most {MAX_RACED} tests may race, got {len(raced)}: mend them.", flush=True)
         return TESTS_FAILED
     return status
 

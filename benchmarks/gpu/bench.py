@@ -48,7 +48,7 @@ class CudaStopwatch:
     """
 
     _COLD_BYTES = 256 * 2**20
-    _MOST_FLUSHES = 100
+    _MAX_FLUSHES = 100
 
     def __init__(self, device: torch.device) -> None:
         self._cold = torch.empty(self._COLD_BYTES, dtype=torch.uint8, device=device)
@@ -61,7 +61,7 @@ class CudaStopwatch:
         work()
         launched = time.perf_counter() - start
         flushes = 1 + int(2 * launched / self._flush_seconds)
-        return self._measure(work, repeats, min(flushes, self._MOST_FLUSHES))
+        return self._measure(work, repeats, min(flushes, self._MAX_FLUSHES))
 
     def _measure(self, work: Work, repeats: int, flushes: int) -> float:
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]

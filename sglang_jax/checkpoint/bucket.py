@@ -30,13 +30,13 @@ _ADDRESS = re.compile(r"gs://([a-z0-9][a-z0-9._-]{1,221})((?:/[^/\x00-\x1f]+)*)"
 _SMALL = (".json", ".jinja")
 """Endings of the files that are copied, as from a repository on the hub."""
 
-_MOST_OBJECTS = 2000
+_MAX_OBJECTS = 2000
 """Maximum objects in a folder. The largest checkpoints have some 200."""
 
-_MOST_SMALL_BYTES = 256 << 20
+_MAX_SMALL_BYTES = 256 << 20
 """Maximum total size of the copied files; each kind of file has its own limit too."""
 
-_MOST_NAME = 255
+_MAX_NAME = 255
 _PART = 8 << 20
 """Bytes per request."""
 
@@ -106,11 +106,11 @@ class RemoteFolder:
         """Copies config, tokenizer and index to a local folder, which is kept for the next start, and returns it.
         Raises `CheckpointError` if they are too large, or cannot be read or written."""
         small = {name: each for name, each in sorted(self.objects.items()) if name.endswith(_SMALL)}
-        if (total := sum(each.size for each in small.values())) > _MOST_SMALL_BYTES:
+        if (total := sum(each.size for each in small.values())) > _MAX_SMALL_BYTES:
             raise CheckpointError(
                 f"{self.address}: the files {' and '.join('*' + end for end in _SMALL)} have {total} bytes in total, "
                 "the limit is "
-                f"{_MOST_SMALL_BYTES}; move files that do not belong to the model to another folder"
+                f"{_MAX_SMALL_BYTES}; move files that do not belong to the model to another folder"
             )
         identity = hashlib.sha256(repr([self.address, *small.items()]).encode()).hexdigest()[:16]
         parent = Path(user_cache_dir("sglang-jax"), "buckets", self.bucket, *self.folder.split("/"))
@@ -135,9 +135,9 @@ class RemoteFolder:
 
     def _listed(self) -> tuple[dict[str, RemoteObject], frozenset[str]]:
         path = f"{self.bucket}/{self.folder}".rstrip("/")
-        entries = self._system.ls(path, detail=True, refresh=True, max_results=_MOST_OBJECTS + 1)
-        if len(entries) > _MOST_OBJECTS:
-            raise CheckpointError(f"{self.address} has more than {_MOST_OBJECTS} objects, which is not a checkpoint")
+        entries = self._system.ls(path, detail=True, refresh=True, max_results=_MAX_OBJECTS + 1)
+        if len(entries) > _MAX_OBJECTS:
+            raise CheckpointError(f"{self.address} has more than {_MAX_OBJECTS} objects, which is not a checkpoint")
         objects, folders = {}, set()
         for entry in entries:
             name = entry["name"].removeprefix(f"{path}/")
@@ -182,7 +182,7 @@ def open_folder(address: str) -> RemoteFolder:
 
 def _is_name(name: str) -> bool:
     """Whether an object's name is a valid file name; other objects do not belong to a checkpoint."""
-    return 0 < len(name.encode()) <= _MOST_NAME and name not in (".", "..") and not re.search(r"[/\\\x00-\x1f]", name)
+    return 0 < len(name.encode()) <= _MAX_NAME and name not in (".", "..") and not re.search(r"[/\\\x00-\x1f]", name)
 
 
 def _move(whole: Path, target: Path) -> None:

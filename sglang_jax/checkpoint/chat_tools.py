@@ -29,7 +29,7 @@ PROBE = {
     "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
 
-_MOST_DEPTH = 100
+_MAX_DEPTH = 100
 """Maximum nesting of arguments that are decoded."""
 
 _INSTRUCTIONS = """You may call functions. Each line between <tools> and </tools> describes one in JSON:
@@ -112,7 +112,7 @@ def _as_object(arguments: Any) -> Any:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) and not _deeper(value, _MOST_DEPTH) else arguments
+    return value if isinstance(value, dict) and not _deeper(value, _MAX_DEPTH) else arguments
 
 
 def _deeper(value: object, most: int) -> bool:

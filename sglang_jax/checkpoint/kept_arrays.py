@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from sglang_jax.checkpoint.reader import Array
 
-_MOST_KEPT = 1024
+_MAX_KEPT = 1024
 """The row scales of this many matrices have some tens of MiB at most."""
 
 
@@ -17,7 +17,7 @@ class KeptArrays:
     """An LRU cache of `read`, whose arrays must not be changed. Thread-safe; if several threads want the same array,
     one reads it and the others wait."""
 
-    def __init__(self, read: Callable[[str], Array], most: int = _MOST_KEPT) -> None:
+    def __init__(self, read: Callable[[str], Array], most: int = _MAX_KEPT) -> None:
         self._read = read
         self._most = most
         self._lock = threading.Lock()

@@ -12,10 +12,10 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.errors import CheckpointError, quote
 
 _PREFIX = "re:"
-_MOST_PATTERNS = 64
-_MOST_WILDCARDS = 1024
-_MOST_CHARACTERS = 512
-_MOST_REPEATS = 5
+_MAX_PATTERNS = 64
+_MAX_WILDCARDS = 1024
+_MAX_CHARACTERS = 512
+_MAX_REPEATS = 5
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPEAT = re.compile(r"[*+{]")
 
@@ -49,21 +49,21 @@ def compiled(fields: JsonFields, name: str, texts: Iterable[str]) -> dict[str, r
     """Compiles the `re:` patterns among the texts of a field, in order. Raises `CheckpointError` for an invalid
     pattern, or one that could take very long to match, because checkpoints may come from anyone."""
     found = {text: text.removeprefix(_PREFIX) for text in texts if is_pattern(text)}
-    if len(found) > _MOST_PATTERNS:
+    if len(found) > _MAX_PATTERNS:
         raise CheckpointError(
-            f"{fields.file}: {fields.within}{name} has {len(found)} patterns, it may have {_MOST_PATTERNS}"
+            f"{fields.file}: {fields.within}{name} has {len(found)} patterns, it may have {_MAX_PATTERNS}"
         )
     return {text: _compile(fields, name, pattern) for text, pattern in found.items()}
 
 
 def wildcards(fields: JsonFields, name: str) -> LayerPatterns:
     """The modules in a field of ModelOpt, in which `*` matches any text. Raises `CheckpointError` for more than
-    `_MOST_WILDCARDS` with a `*`."""
+    `_MAX_WILDCARDS` with a `*`."""
     texts = fields.strings(name) or ()
     with_star = [text for text in texts if "*" in text]
-    if len(with_star) > _MOST_WILDCARDS:
+    if len(with_star) > _MAX_WILDCARDS:
         raise CheckpointError(
-            f"{fields.file}: {fields.within}{name} has {len(with_star)} names with *, it may have {_MOST_WILDCARDS}"
+            f"{fields.file}: {fields.within}{name} has {len(with_star)} names with *, it may have {_MAX_WILDCARDS}"
         )
     patterns = (re.compile(fnmatch.translate(each)) for text in with_star for each in (text, f"{text}.*"))
     return LayerPatterns(modules=frozenset(text for text in texts if "*" not in text), patterns=tuple(patterns))
@@ -71,10 +71,8 @@ def wildcards(fields: JsonFields, name: str) -> LayerPatterns:
 
 def _compile(fields: JsonFields, name: str, pattern: str) -> re.Pattern[str]:
     where = f"{fields.file}: {fields.within}{name} has the pattern {quote(pattern)}"
-    if len(pattern) > _MOST_CHARACTERS or len(_REPEAT.findall(pattern)) > _MOST_REPEATS:
-        raise CheckpointError(
-            f"{where}; patterns may have {_MOST_CHARACTERS} characters and {_MOST_REPEATS} repetitions"
-        )
+    if len(pattern) > _MAX_CHARACTERS or len(_REPEAT.findall(pattern)) > _MAX_REPEATS:
+        raise CheckpointError(f"{where}; patterns may have {_MAX_CHARACTERS} characters and {_MAX_REPEATS} repetitions")
     if _REPEATED_GROUP.search(pattern):
         raise CheckpointError(f"{where}, which repeats a group; write it without")
     try:

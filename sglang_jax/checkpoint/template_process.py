@@ -25,7 +25,7 @@ from sglang_jax.errors import RequestError, cut
 TEMPLATE_SECONDS = 2.0
 """Processor time of a chat template per conversation."""
 
-MOST_CHARACTERS = 16 << 20
+MAX_CHARACTERS = 16 << 20
 """Limit of a rendered conversation: twice the maximum bytes of a request."""
 
 _PATIENCE_SECONDS = 300.0
@@ -58,7 +58,7 @@ class TemplateProcess:
 
     def render(self, rendering: Rendering) -> str:
         """Returns the text. Raises `RequestError` if the template refuses the messages, or exceeds its time, memory or
-        `MOST_CHARACTERS`."""
+        `MAX_CHARACTERS`."""
         request = _encode_request(rendering)
         with self._lock:
             kind, text = self._ask(request, rendering)
@@ -68,7 +68,7 @@ class TemplateProcess:
             case b"R":
                 raise RequestError(f"the chat template refused the messages: {cut(text)}", param="messages")
             case b"L":
-                raise _too_much(f"produced {text} characters (the limit is {MOST_CHARACTERS})", rendering)
+                raise _too_much(f"produced {text} characters (the limit is {MAX_CHARACTERS})", rendering)
         raise _too_much("exceeded its memory limit", rendering)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ def _encode_request(rendering: Rendering) -> bytes:
         "variables": rendering.variables,
         "add_generation_prompt": rendering.add_generation_prompt,
         "seconds": rendering.seconds,
-        "most": MOST_CHARACTERS,
+        "most": MAX_CHARACTERS,
     }
     try:
         return json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -31,7 +31,7 @@ TEXT, REFUSED, TOO_LONG, NO_MEMORY = b"T", b"R", b"L", b"M"
 MEMORY_BYTES = 256 << 20
 """Memory limit in addition to the process at its start; a conversation of 8 MiB takes a quarter of it."""
 
-_MOST_OF_AN_ERROR = 1000
+_MAX_ERROR_CHARACTERS = 1000
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages have their reasoning; templates use the first two."""
@@ -156,7 +156,7 @@ def _answer(request: dict[str, Any]) -> tuple[bytes, str]:
     except MemoryError:
         return NO_MEMORY, ""
     except _TEMPLATE_ERRORS as error:
-        return REFUSED, str(error)[:_MOST_OF_AN_ERROR]
+        return REFUSED, str(error)[:_MAX_ERROR_CHARACTERS]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return (TEXT, text) if len(text) <= request["most"] else (TOO_LONG, str(len(text)))

@@ -15,7 +15,7 @@ from sglang_jax.errors import CheckpointError
 
 SENTENCEPIECE_SPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MOST_CONTINUING = 3
+_MAX_CONTINUING = 3
 """Maximum bytes of a UTF-8 character after its first."""
 _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}
 
@@ -56,7 +56,7 @@ def _is_part_of_text(data: bytes) -> bool:
         codecs.getincrementaldecoder("utf-8")().decode(whole)
     except UnicodeDecodeError:
         return False
-    return len(data) - len(whole) <= _MOST_CONTINUING
+    return len(data) - len(whole) <= _MAX_CONTINUING
 
 
 @cache

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from sglang_jax.config.choices import Choice
 from sglang_jax.spellings import NEEDLESS, REFUSED, refused_value
 
-LEAST_SIMILARITY = 0.72
+MIN_SIMILARITY = 0.72
 """Minimum similarity of a suggested name, by `difflib`: one or two letters differ, or a word is missing."""
 
 _MISSPELT = 0.85
@@ -36,7 +36,7 @@ def did_you_mean(
         for name in {*ours, *others}
         if _is_negated(name) == _is_negated(wanted)
     }
-    near = [name for name, ratio in ratios.items() if ratio >= (LEAST_SIMILARITY if name in ours else _MISSPELT)]
+    near = [name for name, ratio in ratios.items() if ratio >= (MIN_SIMILARITY if name in ours else _MISSPELT)]
     near.sort(key=lambda name: (-ratios[name], name not in ours, name))
     if not near:
         return ""

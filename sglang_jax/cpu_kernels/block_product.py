@@ -10,7 +10,7 @@ from numba import njit
 
 from sglang_jax.checkpoint.encoding import BLOCK
 from sglang_jax.cpu_kernels.block_layout import LARGEST, OUTPUTS, TILES
-from sglang_jax.cpu_kernels.block_tiles import FEW_ROWS, MOST_ROWS, multiply_tile, widen_halves, widen_tile
+from sglang_jax.cpu_kernels.block_tiles import FEW_ROWS, MAX_ROWS, multiply_tile, widen_halves, widen_tile
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.language import elements, exponential, floats, load, store, take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
@@ -109,9 +109,9 @@ def _multiply_few(bits, rows, x, stride, levels, scales, blocks, sums):
 @_part
 def _multiply_many(rows, x, stride, weights, blocks, sums):
     row = 0
-    while row + MOST_ROWS <= rows:
+    while row + MAX_ROWS <= rows:
         multiply_tile(16, 6, x + row * stride, stride, weights, weights, blocks, sums + row * 4 * OUTPUTS)
-        row += MOST_ROWS
+        row += MAX_ROWS
     if row + 4 <= rows:
         multiply_tile(16, 4, x + row * stride, stride, weights, weights, blocks, sums + row * 4 * OUTPUTS)
         row += 4

@@ -35,7 +35,7 @@ from sglang_jax.cpu_kernels.vectors import (
     store_vector,
 )
 
-MOST_ROWS = 6
+MAX_ROWS = 6
 """Rows of activations that are multiplied at once: as many sums as fit into registers with the weights."""
 
 FEW_ROWS = 4

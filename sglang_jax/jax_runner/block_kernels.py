@@ -21,7 +21,7 @@ from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16_ti
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS, _MOST_ROWS_BESIDE_TILES = 32, 4
+_MAX_ROWS, _MAX_ROWS_BESIDE_TILES = 32, 4
 """Maximum rows of a step that uses blocks, and the same on CPUs with bfloat16 tiles (AMX). All products of SmolLM2-135M
 take 11 ms of processor time instead of 38 at one row, 25 instead of 46 at 8, 41 instead of 60 at 16 and 69 instead of
 90 at 32 (Zen 4, busy). With AMX, bfloat16 products take a third of that time; blocks were not measured there."""
@@ -52,7 +52,7 @@ def check_block_kernels(device: jax.Device, dtype: jnp.dtype, tp_size: int) -> N
 def most_rows() -> int:
     """Maximum rows of a step that uses blocks on this CPU. Unlike on Torch, it is not measured at each start: programs
     are built before weights are loaded, and must be found again in the compilation cache."""
-    return _MOST_ROWS_BESIDE_TILES if cpu_multiplies_bfloat16_tiles() else _MOST_ROWS
+    return _MAX_ROWS_BESIDE_TILES if cpu_multiplies_bfloat16_tiles() else _MAX_ROWS
 
 
 @functools.cache

@@ -22,8 +22,8 @@ from sglang_jax.kernels.kept_distance_pallas import fits
 from sglang_jax.runner.plan import INVALID_TOKEN
 from sglang_jax.runner.row_updates import ONE_OUTPUT
 
-_LEAST_TEMPERATURE = np.float32(1e-20)
-_LARGEST_BLOCK, _LEAST_BLOCK = 256, 16
+_MIN_TEMPERATURE = np.float32(1e-20)
+_LARGEST_BLOCK, _MIN_BLOCK = 256, 16
 """Maximum and minimum tokens of a block of `first_argmax`. With fewer, there would be nearly as many blocks as
 tokens."""
 
@@ -158,7 +158,7 @@ def _first_argmax_by_blocks(values: jax.Array) -> jax.Array:
     """
     rows, vocab_size = values.shape
     block_size = math.gcd(vocab_size, _LARGEST_BLOCK)
-    if block_size < _LEAST_BLOCK:
+    if block_size < _MIN_BLOCK:
         return _first_argmax(values)
     blocks = values.reshape(rows, vocab_size // block_size, block_size)
     block = _first_argmax(jnp.max(blocks, axis=-1))
@@ -203,7 +203,7 @@ def _penalise(logits: jax.Array, own: SamplingState, rows: jax.Array, penalised:
 def _gumbel_argmax(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, random: jax.Array) -> jax.Array:
     """Samples among the tokens that the filters keep, by the Gumbel-max trick: int32 `[n]`."""
     vocab_size = logits.shape[1]
-    temperature = jnp.maximum(jnp.where(random, own.temperature, 1.0), _LEAST_TEMPERATURE)
+    temperature = jnp.maximum(jnp.where(random, own.temperature, 1.0), _MIN_TEMPERATURE)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     distances = lax.optimization_barrier((largest - logits) / temperature[:, None])
     filters = Filters(own.top_k, own.top_p, own.min_p, random)

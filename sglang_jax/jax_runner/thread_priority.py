@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 _THREADS = Path("/proc/self/task")
 _NICENESS = 10
 _SHARE = 0.25
-_LEAST_TICKS = 300
+_MIN_TICKS = 300
 """Minimum ticks of a compiler thread, three seconds: other threads may have used less than that."""
 
 
@@ -38,7 +38,7 @@ def compiler_threads(before: Mapping[int, int], after: Mapping[int, int]) -> lis
     python = {thread.native_id for thread in threading.enumerate()}
     used = {thread: ticks - before.get(thread, 0) for thread, ticks in after.items() if thread not in python}
     most = max(used.values(), default=0)
-    return [thread for thread, ticks in used.items() if most >= _LEAST_TICKS and ticks >= _SHARE * most]
+    return [thread for thread, ticks in used.items() if most >= _MIN_TICKS and ticks >= _SHARE * most]
 
 
 def lower_priority(thread: int) -> None:

@@ -34,10 +34,10 @@ from sglang_jax.runner.freed_memory import FreedMemory
 from sglang_jax.runner.this_machine import cpu_cores
 
 Index = tuple[slice, ...]
-_MOST_HELD = 2 << 30
+_MAX_HELD = 2 << 30
 """Maximum bytes of parameters that are read at once, or one parameter."""
 
-_MOST_READS = 16
+_MAX_READS = 16
 
 _COLUMNS = 64
 """Columns copied at once."""
@@ -81,7 +81,7 @@ def read_parameters(
         for matrix in _by_matrix(parameters):
             targets = [each.value.get_value() for each in matrix]
             size = sum(each.size * each.dtype.itemsize for each in targets)
-            while under_way and held + size > _MOST_HELD:
+            while under_way and held + size > _MAX_HELD:
                 held -= _finish(*under_way.popleft(), freed)
             under_way.append((matrix, pool.submit(_read_matrix, matrix, reader, built, mesh), size))
             held += size
@@ -94,7 +94,7 @@ def read_parameters(
 
 def _reads_at_once() -> int:
     """How many parameters to read at once: half the number of cores, since the others build programs meanwhile."""
-    return min(max(len(cpu_cores()) // 2, 1), _MOST_READS)
+    return min(max(len(cpu_cores()) // 2, 1), _MAX_READS)
 
 
 def _by_matrix(parameters: Iterable[ModelParameter]) -> list[list[ModelParameter]]:

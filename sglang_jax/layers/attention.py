@@ -29,7 +29,7 @@ from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTa
 from sglang_jax.layers.rotary import apply_rotary, apply_rotary_by_product
 from sglang_jax.layers.sharding import KV_AXES, partition_spec
 
-_MOST_TOGETHER = 512
+_MAX_TOKENS_TOGETHER = 512
 """Maximum tokens of a step that normalises and rotates queries, keys and values together. By libtpu 0.0.51 for v6e,
 that takes half the cycles for 64 tokens, as many for 512, and a sixth more for 2,048."""
 
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
         """See `LayerPart`. Writes the step's keys and values into the pages."""
         assert memory.pages is not None, "a layer with attention"
         fused = self.qkv(x)
-        together = self.together and len(x) <= _MOST_TOGETHER
+        together = self.together and len(x) <= _MAX_TOKENS_TOGETHER
         queries, keys, values = (self._together if together else self._apart)(fused, step.rotary)
         if self.config.value_norm is not None:
             values = divide_by_rms(values.astype(jnp.float32), self.config.value_norm.eps).astype(values.dtype)

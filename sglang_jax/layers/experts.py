@@ -22,7 +22,7 @@ from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.sharding import partition_spec
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-_LEAST_SUM = 1e-20
+_MIN_SUM = 1e-20
 """Minimum sum by which scores are divided, since all sigmoids may be 0."""
 
 
@@ -138,7 +138,7 @@ def choose_experts(
     if config.scores is ExpertScores.CHOSEN_SOFTMAX:
         chosen = jax.nn.softmax(chosen, axis=-1)
     if config.renormalised:
-        chosen = chosen / jnp.maximum(chosen.sum(-1, keepdims=True), _LEAST_SUM)
+        chosen = chosen / jnp.maximum(chosen.sum(-1, keepdims=True), _MIN_SUM)
     unused = padding[:, None]
     return ExpertChoice(jnp.where(unused, config.num_experts, experts), jnp.where(unused, 0.0, chosen * config.scale))
 

@@ -13,11 +13,11 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
 
-_LEAST_ROWS = 2
+_MIN_ROWS = 2
 """Minimum rows of a bfloat16 product. For one row, XLA's CPU backend widens the whole matrix first, which takes ten
 times as long as two rows."""
 
-_MOST_ROWS_ON_THE_RIGHT = 32
+_MAX_ROWS_ON_THE_RIGHT = 32
 """Maximum rows for which `matmul_outputs_first` puts the rows on the right side of the product. Measured: with it, all
 products of SmolLM2-135M take 16 ms instead of 20 at 16 rows, as long at 32, and 43 ms instead of 35 at 64."""
 
@@ -55,8 +55,8 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     if x.dtype == jnp.float32:
         return jnp.tensordot(x, kernel, axes=inputs, precision=jax.lax.Precision.HIGHEST)
     rows = x.shape[0]
-    if rows < _LEAST_ROWS:
-        x = jnp.pad(x, ((0, _LEAST_ROWS - rows), *[(0, 0)] * inputs))
+    if rows < _MIN_ROWS:
+        x = jnp.pad(x, ((0, _MIN_ROWS - rows), *[(0, 0)] * inputs))
     return jnp.tensordot(x, kernel, axes=inputs, preferred_element_type=jnp.float32)[:rows]
 
 
@@ -75,9 +75,9 @@ def matmul_outputs_first(x: jax.Array, kernel: jax.Array, *, of_outputs: bool = 
     # Merged axes: the compiler would make a transposed copy of a kernel with several axes.
     x, kernel = x.reshape(rows, -1), kernel.reshape(math.prod(outputs), -1)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    if rows < _LEAST_ROWS and x.dtype != jnp.float32:
-        x = jnp.pad(x, ((0, _LEAST_ROWS - rows), (0, 0)))
-    if x.shape[0] > _MOST_ROWS_ON_THE_RIGHT:
+    if rows < _MIN_ROWS and x.dtype != jnp.float32:
+        x = jnp.pad(x, ((0, _MIN_ROWS - rows), (0, 0)))
+    if x.shape[0] > _MAX_ROWS_ON_THE_RIGHT:
         left, right = x, kernel
     else:
         left, right = kernel, jax.lax.optimization_barrier(x.T).T if of_outputs else x

@@ -36,7 +36,7 @@ _SCORES: dict[EvictionPolicy, Callable[[Node], Score]] = {
 _WAITING = 0
 """The stamp of a node without an entry in the heap."""
 
-_MOST_WAITING = 32
+_MAX_WAITING = 32
 
 
 class EvictionOrder:
@@ -66,7 +66,7 @@ class EvictionOrder:
         if node.id not in self._live:
             self._live[node.id] = _WAITING
             self._waiting[node.id] = node
-            if len(self._waiting) >= _MOST_WAITING:
+            if len(self._waiting) >= _MAX_WAITING:
                 self._push_waiting()
 
     def _push_waiting(self) -> None:

@@ -23,7 +23,7 @@ TokenBytes = bytes | memoryview
 _UNBOUNDED = 2**31 - 1
 """Number of pages if no group grows."""
 
-_MOST_BETWEEN = 8
+_MAX_BETWEEN = 8
 """Maximum steps in which some row takes a page between two in which rows give up pages behind their windows."""
 
 _CLIENT_LAG = 32
@@ -84,7 +84,7 @@ class KVCache:
         self.open_rows: dict[int, RowKV] = {}
         self.trust = KVValidation(self.tree, self.groups)
         # A step with drafts may advance a row by more than a page.
-        self._steps_between = 1 if drafts else min([_MOST_BETWEEN, *(group.slack for group in self._shrinking)])
+        self._steps_between = 1 if drafts else min([_MAX_BETWEEN, *(group.slack for group in self._shrinking)])
         self._steps_since_let_go = 0
         self._lag: Index = np.zeros(max_rows, np.intp)
         self._free_rows = list(range(max_rows - 1, -1, -1))

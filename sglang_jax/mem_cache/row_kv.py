@@ -8,7 +8,7 @@ from sglang_jax.mem_cache.lengths import RowLengths
 from sglang_jax.mem_cache.radix_tree import Namespace, Node
 from sglang_jax.mem_cache.state import Snapshot
 
-MOST_BRANCHES = 4
+MAX_BRANCHES = 4
 """Maximum branch points of a prompt: each ends a chunk, and there could be one per prompt."""
 
 

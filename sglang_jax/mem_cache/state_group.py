@@ -12,11 +12,11 @@ from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.ledger import Pages, request_owner
 from sglang_jax.mem_cache.lengths import Index, RowLengths
 from sglang_jax.mem_cache.radix_tree import Insertion, Node
-from sglang_jax.mem_cache.row_kv import MOST_BRANCHES, RowKV
+from sglang_jax.mem_cache.row_kv import MAX_BRANCHES, RowKV
 from sglang_jax.mem_cache.state import States
 from sglang_jax.runner.plan import Bool, Int32, PoolSpec, SlotCopies
 
-LEAST_GAIN = 32
+MIN_GAIN = 32
 """Minimum tokens between a snapshot and the previous one on its path: fewer are not worth a slot and a chunk's end."""
 
 GAIN_OVER_LOSS = 128
@@ -42,7 +42,7 @@ class StateGroup(Group):
 
     component: States
     grows = False
-    least_gain = LEAST_GAIN
+    least_gain = MIN_GAIN
     gain_over_loss = GAIN_OVER_LOSS
 
     def __init__(self, spec: PoolSpec, component: States, lengths: RowLengths, number: int, interval: int) -> None:
@@ -134,7 +134,7 @@ class StateGroup(Group):
     def branch_at(self, record: RowKV, length: int) -> bool:
         if length in record.branches:
             return True
-        if length - record.state_len < self.least_gain or len(record.branches) >= MOST_BRANCHES:
+        if length - record.state_len < self.least_gain or len(record.branches) >= MAX_BRANCHES:
             return False
         insort(record.branches, length)
         return True

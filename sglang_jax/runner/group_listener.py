@@ -31,13 +31,13 @@ HANDSHAKE_SECONDS = 10.0
 RESOLVE_SECONDS = 30.0
 """Maximum time until the name of this machine resolves: that of a pod is known only after its start."""
 
-_MOST_UNPROVEN = 256
+_MAX_UNPROVEN = 256
 """Maximum connections without a proof; then the oldest is dropped. A follower sends its proof within milliseconds."""
 
 _GREETING = b"sglang-jax group 1\n"
 _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
-_MOST_MESSAGE_BYTES = 1024
+_MAX_MESSAGE_BYTES = 1024
 _FOLLOWER = b"follower"
 _LEADER = b"leader"
 
@@ -116,7 +116,7 @@ class FollowerListener:
                 return  # the listener was closed
             with self._lock:
                 self._unproven.append(connection)
-                if len(self._unproven) > _MOST_UNPROVEN:
+                if len(self._unproven) > _MAX_UNPROVEN:
                     _hang_up(self._unproven.popleft())
             name = f"{address[0]}:{address[1]}"
             threading.Thread(
@@ -213,8 +213,8 @@ class _Handshake:
         wrong."""
         proof = self.read(_PROOF_BYTES)
         size = int.from_bytes(self.read(2), "big")
-        if size > _MOST_MESSAGE_BYTES:
-            raise FrameError(f"it sent {size} bytes; the limit is {_MOST_MESSAGE_BYTES}")
+        if size > _MAX_MESSAGE_BYTES:
+            raise FrameError(f"it sent {size} bytes; the limit is {_MAX_MESSAGE_BYTES}")
         message = self.read(size)
         if not hmac.compare_digest(proof, _prove(secret, before, message)):
             raise FrameError("it has another group secret; the secret must be the same on every node")

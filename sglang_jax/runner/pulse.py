@@ -17,12 +17,12 @@ from typing import Any
 Building = Callable[[], AbstractContextManager[None]]
 """A context to enter while a program is built, which may take minutes without steps."""
 
-MOST_RANKS = 256
+MAX_RANKS = 256
 """Maximum ranks after the first whose beats a pulse stores."""
 
 _STEPS, _TICKS, _BUSY, _BUILDING, _AT = range(5)
 _OWN, _OF_RANK = 5, 3  # numbers of this process; of each further rank: steps, when they grew, when it last reported
-_SIZE = _OWN + _OF_RANK * MOST_RANKS
+_SIZE = _OWN + _OF_RANK * MAX_RANKS
 
 Words = Any
 """The shared memory, int64 `[_SIZE]`: ctypes has no type for a shared array."""
@@ -75,8 +75,8 @@ class Pulse:
                 self._tick()
 
     def note_rank(self, rank: int, steps: int) -> None:
-        """Notes the steps that rank 1 or higher has launched. Ignores ranks beyond `MOST_RANKS`."""
-        if not 1 <= rank <= MOST_RANKS:
+        """Notes the steps that rank 1 or higher has launched. Ignores ranks beyond `MAX_RANKS`."""
+        if not 1 <= rank <= MAX_RANKS:
             return
         words, place, now = self._words, _OWN + _OF_RANK * (rank - 1), time.monotonic_ns()
         if steps != words[place] or not words[place + 2]:

@@ -16,7 +16,7 @@ from sglang_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_MOST_OF_MEMORY = 1 / 8
+_MAX_MEMORY_FRACTION = 1 / 8
 """Maximum fraction of the memory that the other weights leave for matrices that are also kept in blocks."""
 
 _ENCODINGS = {WeightQuantization.INT8: INT8_ROWS, WeightQuantization.FLOAT8_E4M3: FLOAT8_ROWS}
@@ -92,7 +92,7 @@ def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> E
 def keeps_blocks(needed: int, room: int) -> bool:
     """Whether a model may also keep `needed` bytes of matrices in blocks, of the `room` that its other weights leave.
     Logs it."""
-    if needed > room * _MOST_OF_MEMORY:
+    if needed > room * _MAX_MEMORY_FRACTION:
         logger.info(
             "Quantised matrices are only kept dequantised: keeping both takes %.0f MiB, more than an eighth of %.0f",
             needed / 2**20,

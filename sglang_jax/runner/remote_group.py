@@ -27,9 +27,9 @@ ALIVE_EVERY_SECONDS = BEAT_EVERY_SECONDS
 LOST_AFTER_SECONDS = 15.0
 _SECONDS_TO_END = 15.0
 
-_MOST_MESSAGE_BYTES = 64 << 10
+_MAX_MESSAGE_BYTES = 64 << 10
 """Maximum bytes of a follower's message; a longer one closes its connection."""
-_MOST_ORDER_BYTES = 1 << 30
+_MAX_ORDER_BYTES = 1 << 30
 
 OnLoss = Callable[[str], None]
 """Called once, on a thread of the connection, with the reason."""
@@ -92,7 +92,7 @@ class RemoteFollowers:
         words: list[str] = []
         end = link.listen(
             lambda data: words.append(data.decode(errors="replace")),
-            _MOST_MESSAGE_BYTES,
+            _MAX_MESSAGE_BYTES,
             lambda steps: self._note(rank, steps),
         )
         if not self._leaving:
@@ -145,7 +145,7 @@ class LeaderLink:
             self._orders.put(message)
 
         try:
-            end = self._link.listen(take, _MOST_ORDER_BYTES)
+            end = self._link.listen(take, _MAX_ORDER_BYTES)
         except FrameError as error:
             end = f"it sent {error}"
         if not self._leaving.is_set():

@@ -18,7 +18,7 @@ _MAX_RUNNING_ON_CPU = 32
 _MAX_RUNNING = 256
 _KV_TOKENS_ON_CPU = 32768
 """Maximum tokens of the pool on a CPU, where other programs need memory, unless the options ask for more."""
-_LEAST_TOKENS = 512
+_MIN_TOKENS = 512
 """A pool chosen by memory holds at least one request of this length, or of the context length if shorter."""
 _ROWS_PER_BUDGET = 2
 
@@ -29,11 +29,11 @@ _PROMPT_TOKENS_OF_GPUS = ((70, 8192), (40, 4096), (20, 2048), (0, 1024))
 the matrix units busier and read the weights less often; their activations must fit into the memory that
 `mem_fraction_static` leaves."""
 
-_MOST_DRAFT_SLOTS = 32
+_MAX_DRAFT_SLOTS = 32
 """Maximum slots for states after drafts: a state is 20 to 80 MiB for models of 1 to 80 billion parameters."""
 
 _USUAL_CONTEXT = 8192
-_LEAST_RATIO = 0.25
+_MIN_RATIO = 0.25
 """Minimum default of the fraction of tokens that layers with a window keep, since some requests are shorter than the
 window, and each shared prefix is worth a window."""
 
@@ -132,7 +132,7 @@ def _draft_slots(config: EngineConfig, memory: Memory, rows: int) -> int:
     """Fewer than rows, since rows and drafts of a step are at most `rows`."""
     if config.max_samples == 1 or not _slot_bytes(memory):
         return 0
-    return min(rows - 1, _MOST_DRAFT_SLOTS)
+    return min(rows - 1, _MAX_DRAFT_SLOTS)
 
 
 def _rows_with_slots(config: EngineConfig, slots: int | None, rows: int) -> int:
@@ -210,7 +210,7 @@ class _Pools:
             return full
         page_size, ratio = self._config.page_size, self._config.swa_full_tokens_ratio
         if ratio is None:
-            ratio = max(_LEAST_RATIO, window / min(self._context, _USUAL_CONTEXT))
+            ratio = max(_MIN_RATIO, window / min(self._context, _USUAL_CONTEXT))
         one_request = window + 2 * (self._prompt_tokens + page_size)
         return min(math.ceil(min(ratio, 1.0) * full) + -(-one_request // page_size), full)
 
@@ -230,7 +230,7 @@ def _pages_requested(config: EngineConfig, memory: Memory, pools: _Pools) -> int
 
 def _pages_that_fit(config: EngineConfig, memory: Memory, pools: _Pools, max_rows: int, context: int) -> int:
     pages = pools.most(int(memory.available * config.mem_fraction_static) - memory.weights)
-    least = min(context, _LEAST_TOKENS) if pools.has_pages else config.page_size
+    least = min(context, _MIN_TOKENS) if pools.has_pages else config.page_size
     if pages * config.page_size < least:
         raise NoRoomError(
             f"{_mib(memory.available)} of memory are available and mem_fraction_static is "

@@ -13,7 +13,7 @@ from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import Node
 from sglang_jax.scheduler.sessions import Session
 
-MOST_NODES = 256
+MAX_NODES = 256
 """Maximum nodes in a report: those with the most tokens and uses, and their ancestors."""
 
 
@@ -108,9 +108,9 @@ def _groups(cache: KVCache, nodes: list[Node]) -> list[GroupReport]:
 def _chosen(nodes: list[Node]) -> list[Node]:
     """The nodes with the most tokens and uses, and their ancestors; each after its parent."""
     chosen: dict[int, Node] = {}
-    for node in heapq.nlargest(MOST_NODES, nodes, key=lambda one: (one.length * (1 + one.hits), -one.id)):
+    for node in heapq.nlargest(MAX_NODES, nodes, key=lambda one: (one.length * (1 + one.hits), -one.id)):
         path = [one for one in node.path() if one.id not in chosen]
-        if len(chosen) + len(path) <= MOST_NODES:
+        if len(chosen) + len(path) <= MAX_NODES:
             chosen.update({one.id: one for one in reversed(path)})
     return list(chosen.values())
 

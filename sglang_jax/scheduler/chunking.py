@@ -18,10 +18,10 @@ OLDEST_SHARE = 4
 PRIORITY_TURN = 4
 """One of this many steps ignores priorities and orders prompts only by their work."""
 
-LEAST_CHUNK = 16
+MIN_CHUNK = 16
 """Minimum prompt tokens of a step, whatever their time, so that prompts make progress."""
 
-MOST_MARGIN = 0.25
+MAX_MARGIN = 0.25
 """Maximum margin for noise in step times, as a fraction of the target: more would shrink chunks to nothing on a noisy
 machine."""
 
@@ -167,13 +167,13 @@ class TimedChunk:
         by_priority: bool = True,
     ) -> int:
         most = min(self.size, most)
-        if most <= LEAST_CHUNK:
+        if most <= MIN_CHUNK:
             return most
         rows, context = decode_tokens, int(decode_lens.sum())
         order, oldest = _order(prompts, work, by_priority), _oldest(prompts)
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
         without_prompts = self.times.expect(self._shape(rows, context, []))
-        room = max(self._target / (1.0 + min(2.0 * self.times.error, MOST_MARGIN)), 1.5 * without_prompts)
+        room = max(self._target / (1.0 + min(2.0 * self.times.error, MAX_MARGIN)), 1.5 * without_prompts)
 
         def fits(tokens: int) -> bool:
             parts = _fill(order, work, tokens, oldest, tokens // OLDEST_SHARE)
@@ -182,7 +182,7 @@ class TimedChunk:
             chunks += [(0, tokens - sum(parts))] if tokens > sum(parts) else []
             return self.times.expect(self._shape(rows, context, chunks)) <= room
 
-        low, high = LEAST_CHUNK, min(most, max(2 * self.times.longest_chunks, 2 * LEAST_CHUNK))
+        low, high = MIN_CHUNK, min(most, max(2 * self.times.longest_chunks, 2 * MIN_CHUNK))
         if fits(high):
             low = high
         while high - low > max(low // 16, 1):

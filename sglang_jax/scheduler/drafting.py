@@ -29,7 +29,7 @@ _PROBE_SHARE = 0.01
 _SLOWER, _FASTER = 0.1, 0.5
 """Weights of a step slower, and of one faster, than earlier ones of its size: other load only makes steps longer."""
 
-_LEAST_SECONDS = 1e-6
+_MIN_SECONDS = 1e-6
 _DISCOUNT = 0.998
 """Factor by which the estimate of a larger step shrinks with each smaller step, so that it is tried again."""
 
@@ -151,7 +151,7 @@ class AdaptiveDrafts:
             return
         self._draft_discount = max(_DISCOUNT * self._draft_discount, 1e-3)
         size = _padded(queries)
-        self._seconds[size], self._discounts[size] = _learn(self._seconds.get(size), max(seconds, _LEAST_SECONDS)), 1.0
+        self._seconds[size], self._discounts[size] = _learn(self._seconds.get(size), max(seconds, _MIN_SECONDS)), 1.0
         for other in self._seconds:
             if other > size:
                 self._discounts[other] = max(_DISCOUNT * self._discounts[other], 1e-3)

@@ -8,7 +8,7 @@ import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe
-from sglang_jax.mem_cache.row_kv import MOST_BRANCHES
+from sglang_jax.mem_cache.row_kv import MAX_BRANCHES
 from sglang_jax.scheduler.request import Request
 
 Offer = tuple[Namespace, int, bytes]
@@ -54,7 +54,7 @@ class PrefixesInProgress:
         others = list(waiting)
         for one in seated:
             for other in others:
-                if len(one.record.branches) >= MOST_BRANCHES:
+                if len(one.record.branches) >= MAX_BRANCHES:
                     break
                 if (length := self._useful_length(one, other, one.record.state_len)) is not None:
                     self._cache.branch_at(one.record, length)

@@ -16,13 +16,13 @@ from sglang_jax.scheduler.rows import Rows
 KEY_TOKENS = 4
 """Length of the key by which a place is found, in tokens."""
 
-MOST_TOKENS = 1 << 15
+MAX_TOKENS = 1 << 15
 """Maximum tokens kept per namespace, the latest ones."""
 
-MOST_NAMESPACES = 32
+MAX_NAMESPACES = 32
 """Maximum namespaces, the most recently used: 32 of them take 20 MB."""
 
-_SLOTS = 2 * MOST_TOKENS
+_SLOTS = 2 * MAX_TOKENS
 _END = -1
 """Separates outputs; not a token, so no match and no hint reaches from one output into another."""
 
@@ -34,21 +34,21 @@ _NOWHERE = -1
 
 class OutputsOfNamespace:
     """A ring of the tokens of one namespace's recent outputs, and for each hash of `KEY_TOKENS` tokens the latest place
-    with it. A place grows with each token; `ring[place % MOST_TOKENS]` is its token, and is compared with the key, so
+    with it. A place grows with each token; `ring[place % MAX_TOKENS]` is its token, and is compared with the key, so
     places with the same hash only hide each other. Adding a token writes to two arrays; a search reads a few tokens,
     however many are kept."""
 
     def __init__(self, begin: int = 0) -> None:
-        self._ring: Int32 = np.full(MOST_TOKENS, _END, np.int32)
+        self._ring: Int32 = np.full(MAX_TOKENS, _END, np.int32)
         self._places: NDArray[np.int64] = np.full(_SLOTS, _NOWHERE, np.int64)
         self._begin = begin
         self.end = begin
 
     def add(self, tokens: Int32) -> None:
         """Adds an output `[n]`, with a few tokens before it."""
-        tokens = np.append(tokens[-(MOST_TOKENS - 1) :], np.int32(_END))
+        tokens = np.append(tokens[-(MAX_TOKENS - 1) :], np.int32(_END))
         places = self.end + np.arange(len(tokens))
-        self._ring[places % MOST_TOKENS] = tokens
+        self._ring[places % MAX_TOKENS] = tokens
         self.end += len(tokens)
         if len(tokens) > KEY_TOKENS:
             keys = np.lib.stride_tricks.sliding_window_view(tokens[:-1], KEY_TOKENS)
@@ -57,14 +57,14 @@ class OutputsOfNamespace:
     def find(self, keys: Int32) -> NDArray[np.int64]:
         """The latest place of the last token of each of `keys` `[n, KEY_TOKENS]`; -1 for a key that does not occur."""
         places = self._places[_hashes(keys)]
-        kept = places - (KEY_TOKENS - 1) >= max(self.end - MOST_TOKENS, self._begin)
-        same = (self._ring[(places[:, None] + _BACK) % MOST_TOKENS] == keys).all(axis=1)
+        kept = places - (KEY_TOKENS - 1) >= max(self.end - MAX_TOKENS, self._begin)
+        same = (self._ring[(places[:, None] + _BACK) % MAX_TOKENS] == keys).all(axis=1)
         return np.where(kept & same, places, _NOWHERE)
 
     def hint(self, place: int) -> Int32:
         """The text from the key at a place on, at most `HINT_TOKENS` tokens."""
         first = place - (KEY_TOKENS - 1)
-        tokens = self._ring[np.arange(first, min(first + HINT_TOKENS, self.end)) % MOST_TOKENS]
+        tokens = self._ring[np.arange(first, min(first + HINT_TOKENS, self.end)) % MAX_TOKENS]
         ends = np.flatnonzero(tokens == _END)
         return tokens[: ends[0]] if len(ends) else tokens
 
@@ -98,7 +98,7 @@ class RecentOutputs:
     def add(self, namespace: Namespace, tokens: Int32) -> None:
         found = self._of.get(namespace)
         if found is None:
-            if len(self._of) == MOST_NAMESPACES:
+            if len(self._of) == MAX_NAMESPACES:
                 _, oldest = self._of.popitem(last=False)
                 self._begin = max(self._begin, oldest.end)
             found = self._of[namespace] = OutputsOfNamespace(self._begin)

@@ -14,7 +14,7 @@ FORGETTING = 0.98
 """Weight of a measurement after one more of its kind: about fifty steps are remembered."""
 
 RIDGE = 1e-6
-LEAST_SECONDS = 1e-5
+MIN_SECONDS = 1e-5
 OUTLIER = 3.0
 """Maximum ratio of a measured to an expected duration, or the reverse: a larger one, as by a compilation, counts as
 this."""
@@ -64,7 +64,7 @@ class StepTimes:
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         expected = self.expect(shape)
-        scale = seconds = max(seconds, LEAST_SECONDS)
+        scale = seconds = max(seconds, MIN_SECONDS)
         if self.observations >= _SETTLED and expected > 0.0:
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
             off = abs(seconds - expected) / expected

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from starlette.datastructures import Headers
 
-from sglang_jax.config.suggestions import LEAST_SIMILARITY
+from sglang_jax.config.suggestions import MIN_SIMILARITY
 from sglang_jax.engine.types import SessionTurnInput
 from sglang_jax.errors import ParameterError, cut, quote
 from sglang_jax.server.errors import ONE, UnsupportedParameterError
@@ -112,7 +112,7 @@ class Body(BaseModel):
         """Returns the most similar field, as the end of an error."""
         fields = type(self).model_fields
         here = SAMPLING_FIELDS.get(name)
-        near = [here] if here in fields else difflib.get_close_matches(name, fields, n=1, cutoff=LEAST_SIMILARITY)
+        near = [here] if here in fields else difflib.get_close_matches(name, fields, n=1, cutoff=MIN_SIMILARITY)
         return f"; did you mean {near[0]}?" if near else ""
 
 

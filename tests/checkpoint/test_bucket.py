@@ -236,7 +236,7 @@ def test_oversized_config_files_are_not_fetched(served: Bucket) -> None:
 
 
 def test_too_many_objects_are_refused(served: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "_MOST_OBJECTS", 5)
+    monkeypatch.setattr(bucket, "_MAX_OBJECTS", 5)
     with pytest.raises(CheckpointError, match=f"{ADDRESS} has more than 5 objects"):
         resolve_model(ADDRESS)
 

@@ -16,7 +16,7 @@ from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.config import AttentionBackend, Backend, EngineConfig, KVCacheDtype, MambaDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.mem_cache.invariants import check_everything
-from sglang_jax.mem_cache.state_group import LEAST_GAIN
+from sglang_jax.mem_cache.state_group import MIN_GAIN
 from sglang_jax.runner.backends import load_backend
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
@@ -137,7 +137,7 @@ def test_session_turns_equal_transformers(served: tuple[torch.nn.Module, EngineC
             check_everything(scheduler.cache)
         before = history.get(name, [])
         assert channel.output(number) == most_likely(model, [*before, *new], channel.output(number))
-        again = PAGE_SIZE + LEAST_GAIN
+        again = PAGE_SIZE + MIN_GAIN
         assert channel.cached[number] >= len(before) - 1 - again, "new is what is new, and little before it"
         if name in history:
             history[name] = [*before, *new, *channel.output(number)]

@@ -24,7 +24,7 @@ from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.engine.watchdog import SilenceMeter, Watchdog
 from sglang_jax.errors import EngineDeadError
-from sglang_jax.runner.pulse import MOST_RANKS, Beat, Pulse
+from sglang_jax.runner.pulse import MAX_RANKS, Beat, Pulse
 from sglang_jax.sampling.params import SamplingParams
 
 TIMEOUT = 1.5
@@ -138,10 +138,10 @@ async def some_of(found: list[Any]) -> None:
 async def test_the_report_names_the_state_of_each_rank() -> None:
     """The rank that lags behind, or is silent, is the one that hangs."""
     pulse, barks = Pulse(), []
-    for rank, steps in [(2, 28), (1, 29), (0, 5), (MOST_RANKS, 1), (MOST_RANKS + 1, 1), (10**9, 1)]:
+    for rank, steps in [(2, 28), (1, 29), (0, 5), (MAX_RANKS, 1), (MAX_RANKS + 1, 1), (10**9, 1)]:
         pulse.note_rank(rank, steps)
     first = pulse.ranks()
-    assert [(one.rank, one.steps) for one in first] == [(1, 29), (2, 28), (MOST_RANKS, 1)]
+    assert [(one.rank, one.steps) for one in first] == [(1, 29), (2, 28), (MAX_RANKS, 1)]
     await asyncio.sleep(0.05)
     pulse.note_rank(1, 30)
     pulse.note_rank(2, 28)

@@ -10,7 +10,7 @@ from helpers.simulation import FAMILIES, Simulation
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-MOST_STEPS = 24
+MAX_STEPS = 24
 """Maximum number of steps to wait for an answer."""
 
 
@@ -27,7 +27,7 @@ class ConversationSimulation(Simulation):
         prompt = list(family[:length])
         self.add((), 0, prompt, new_tokens, 1, True, None, stop, not stop, -1, -1)
         before = self.live[-1]
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if before in self.bench.channel.finished:
                 break
             self.watch.step()

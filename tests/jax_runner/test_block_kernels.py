@@ -31,7 +31,7 @@ from sglang_jax.runner.this_machine import cpu_cores
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 needs_units = pytest.mark.skipif(not vectors.supported(), reason="kernels need a processor with avx512_bf16")
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 Product = Callable[[np.ndarray], np.ndarray]
 
 
@@ -56,7 +56,7 @@ def test_products(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     for outputs in (104, 2048):
         blocks, weight = gguf_blocks.blocks_of(kind, outputs, 160, tmp_path)
         multiply = product_with(blocks)
-        for rows in (1, 2, 5, MOST_ROWS):
+        for rows in (1, 2, 5, MAX_ROWS):
             x = rows_of(rows, 160)
             exact = x.astype(np.float64) @ weight.astype(np.float64).T
             found = multiply(x)
@@ -71,7 +71,7 @@ def test_a_product_is_batch_invariant_and_equals_torch_s(kind: GGMLQuantizationT
     The Torch backend's is the same, rounded."""
     blocks, _ = gguf_blocks.blocks_of(kind, 2048, 160, tmp_path)
     multiply = product_with(blocks)
-    x = rows_of(MOST_ROWS, 160)
+    x = rows_of(MAX_ROWS, 160)
     together = multiply(x)
     for first, last in ((0, 1), (15, 16), (5, 7), (4, 8), (3, 8), (1, 9)):
         np.testing.assert_array_equal(multiply(x[first:last]), together[first:last])

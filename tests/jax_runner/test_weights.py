@@ -83,7 +83,7 @@ def test_several_tensors_are_read_at_a_time(
     config, reader = opened
     found = []
     for limit, cores, most in ((1, 6, 1), (2**30, 6, 3), (2**30, 2, 1)):
-        monkeypatch.setattr(weights, "_MOST_HELD", limit)
+        monkeypatch.setattr(weights, "_MAX_HELD", limit)
         monkeypatch.setattr(weights, "cpu_cores", lambda cores=cores: list(range(cores)))
         counting = CountingReader(reader, most)
         found.append(values(loaded(config, counting)))

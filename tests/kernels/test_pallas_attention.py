@@ -96,8 +96,8 @@ def kernel_of_pairs() -> Interpreted:
 def pairs(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
     """Pairs of rows of up to 512 keys share a block, of which there are three; other blocks have 1,024 keys."""
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 1024 // shape.page_size))
-    monkeypatch.setattr(decode_sizes, "_LEAST_DEPTH", 3)
-    monkeypatch.setattr(decode_sizes, "_MOST_DEPTH", 3)
+    monkeypatch.setattr(decode_sizes, "_MIN_DEPTH", 3)
+    monkeypatch.setattr(decode_sizes, "_MAX_DEPTH", 3)
     return kernel_of_pairs()
 
 

@@ -61,7 +61,7 @@ def test_followers_are_known_by_their_rank_in_any_order_of_arrival(leader: Leade
 
 def test_silent_connections_block_no_follower(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than the listener waits for at once, and for longer than a follower would wait."""
-    monkeypatch.setattr(group_listener, "_MOST_UNPROVEN", 5)
+    monkeypatch.setattr(group_listener, "_MAX_UNPROVEN", 5)
     leader = Leader(1)
     silent = [socket.create_connection(leader.address) for _ in range(12)]
     slow = socket.create_connection(leader.address)

@@ -11,7 +11,7 @@ from helpers.simulation import STATE
 
 from sglang_jax.cli.cache_report import as_svg, as_text
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.cache_report import MOST_NODES, CacheReport
+from sglang_jax.scheduler.cache_report import MAX_NODES, CacheReport
 from sglang_jax.scheduler.messages import OpenSession, SessionTurn
 
 
@@ -57,11 +57,11 @@ def test_a_report_adds_up_and_holds_no_prompt_tokens() -> None:
 
 def test_a_large_tree_is_reported_in_part_with_the_ancestors() -> None:
     bench = Bench(pages=900, page_size=1, context=64)
-    for number in range(MOST_NODES + 60):
+    for number in range(MAX_NODES + 60):
         bench.add([1 + number % 39, 1 + number // 39, 5], 1)
     bench.run()
     report = bench.scheduler.report_cache()
-    assert report.num_nodes > MOST_NODES >= len(report.nodes)
+    assert report.num_nodes > MAX_NODES >= len(report.nodes)
     seen = {0}
     for node in report.nodes:
         assert node.parent in seen

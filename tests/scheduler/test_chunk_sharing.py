@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_jax.runner.plan import LAST_TOKEN, StepPlan
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.chunking import LEAST_CHUNK, ChunkSharing, FixedChunk, TimedChunk
+from sglang_jax.scheduler.chunking import MIN_CHUNK, ChunkSharing, FixedChunk, TimedChunk
 from sglang_jax.scheduler.scheduler import Scheduler
 from sglang_jax.scheduler.step_time import OUTLIER, Padding, StepShape, StepTimes
 
@@ -266,7 +266,7 @@ class TestTimedChunk:
         alone = budget.times.expect(StepShape(4, 400, 0, 0))
         expected = budget.times.expect(StepShape(4, 400, found, found * found // 2))
         assert 1.4 * alone < expected <= 1.5 * alone
-        assert found > LEAST_CHUNK
+        assert found > MIN_CHUNK
 
     def test_a_single_prompt_gets_large_chunks_where_every_step_misses_the_target(self) -> None:
         """Regression: on a busy machine every step took 0.4 s, and a prompt of 7,000 tokens three minutes without any

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_jax.runner.plan import HINT_TOKENS
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import recent_outputs
-from sglang_jax.scheduler.recent_outputs import KEY_TOKENS, MOST_NAMESPACES, OutputsOfNamespace, RecentOutputs
+from sglang_jax.scheduler.recent_outputs import KEY_TOKENS, MAX_NAMESPACES, OutputsOfNamespace, RecentOutputs
 
 
 def integers(values: list[int]) -> np.ndarray:
@@ -41,7 +41,7 @@ def test_the_latest_place_with_the_key_is_found(outputs: list[list[int]], keys: 
 
 
 def test_overwritten_tokens_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent_outputs, "MOST_TOKENS", 64)
+    monkeypatch.setattr(recent_outputs, "MAX_TOKENS", 64)
     kept = OutputsOfNamespace()
     kept.add(integers([90, 91, 92, 93, 94]))
     first = integers([[90, 91, 92, 93]])
@@ -114,11 +114,11 @@ def test_a_bounded_number_of_namespaces_is_kept() -> None:
     bench = drafting()
     recent = bench.scheduler._recent
     assert recent is not None
-    for number in range(MOST_NAMESPACES + 5):
+    for number in range(MAX_NAMESPACES + 5):
         recent.add(f"tenant {number}", integers([1, 2, 3, 4, 5, 6]))
         recent.add("busy", integers([1, 2, 3, 4, 5, 6]))
-    assert len(recent) == MOST_NAMESPACES
-    assert {"busy", f"tenant {MOST_NAMESPACES + 4}"} <= set(recent._of)
+    assert len(recent) == MAX_NAMESPACES
+    assert {"busy", f"tenant {MAX_NAMESPACES + 4}"} <= set(recent._of)
     assert "tenant 0" not in recent._of
 
 

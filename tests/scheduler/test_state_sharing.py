@@ -9,7 +9,7 @@ from helpers.caches import states_of
 from helpers.scheduling import Bench
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.mem_cache.state_group import GAIN_OVER_LOSS, LEAST_GAIN
+from sglang_jax.mem_cache.state_group import GAIN_OVER_LOSS, MIN_GAIN
 from sglang_jax.runner.plan import StepPlan
 from sglang_jax.sampling.params import SamplingParams
 
@@ -48,7 +48,7 @@ def hybrid(
         scribble=False,
         lazy=False,
         more=((STATE, states),),
-        least_gain=LEAST_GAIN,
+        least_gain=MIN_GAIN,
         gain_over_loss=gain_over_loss,
         options={"disable_radix_cache": not reuse},
     )
@@ -128,7 +128,7 @@ def test_a_wrongly_declared_shared_prefix_is_evicted_before_a_real_one() -> None
     assert one_after_the_other(bench, prompts[3:4]) == [992]
 
 
-@pytest.mark.parametrize("shared_len", [1, LEAST_GAIN - 1, 1040, 10**6])
+@pytest.mark.parametrize("shared_len", [1, MIN_GAIN - 1, 1040, 10**6])
 def test_a_useless_declared_shared_length_changes_nothing(shared_len: int) -> None:
     """Too short for a state, or the whole prompt, or longer than that."""
     cached = one_after_the_other(hybrid(16), workload()[::GROUPS][:3], shared_len=shared_len)

@@ -21,7 +21,7 @@ from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.server import repeats, request_body
 
 JSON = {"Content-Type": "application/json"}
-MOST_CHARACTERS = CONTEXT_LENGTH * ByteTokenizer.longest_token
+MAX_CHARACTERS = CONTEXT_LENGTH * ByteTokenizer.longest_token
 
 
 def error_of(server: EchoServer, path: str, body: Any, status: int = 400) -> dict[str, Any]:
@@ -34,10 +34,10 @@ def error_of(server: EchoServer, path: str, body: Any, status: int = 400) -> dic
 @pytest.mark.parametrize(
     ("path", "field", "body"),
     [
-        ("/generate", "text", {"text": "a" * (MOST_CHARACTERS + 1)}),
-        ("/v1/completions", "prompt", {"prompt": ["a", "a" * (MOST_CHARACTERS + 1)]}),
-        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "a" * MOST_CHARACTERS}]}),
-        ("/tokenize", "prompt", {"prompt": ["a", "a" * (MOST_CHARACTERS + 1)]}),
+        ("/generate", "text", {"text": "a" * (MAX_CHARACTERS + 1)}),
+        ("/v1/completions", "prompt", {"prompt": ["a", "a" * (MAX_CHARACTERS + 1)]}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "a" * MAX_CHARACTERS}]}),
+        ("/tokenize", "prompt", {"prompt": ["a", "a" * (MAX_CHARACTERS + 1)]}),
     ],
 )
 def test_a_text_too_long_for_the_context_is_not_tokenized(
@@ -53,14 +53,14 @@ def test_a_text_too_long_for_the_context_is_not_tokenized(
     monkeypatch.setattr(ByteTokenizer, "encode", noted)
     error = error_of(server, path, body)
     assert (error["param"], error["code"]) == (field, "context_length_exceeded")
-    assert f"characters; the limit is {MOST_CHARACTERS}" in error["message"]
+    assert f"characters; the limit is {MAX_CHARACTERS}" in error["message"]
     assert "--context-length" in error["message"]
     assert max(tokenized, default=0) <= 1
 
 
 def test_a_text_of_the_maximum_length_is_accepted(server: EchoServer) -> None:
-    response = server.http.post("/tokenize", json={"prompt": "a" * MOST_CHARACTERS})
-    assert response.json()["count"] == MOST_CHARACTERS
+    response = server.http.post("/tokenize", json={"prompt": "a" * MAX_CHARACTERS})
+    assert response.json()["count"] == MAX_CHARACTERS
 
 
 def test_token_ids_are_counted_before_they_are_checked(server: EchoServer) -> None:

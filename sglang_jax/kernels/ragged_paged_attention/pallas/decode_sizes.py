@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_LEAST_DEPTH, _MOST_DEPTH = 4, 8
+_MIN_DEPTH, _MAX_DEPTH = 4, 8
 _BYTES_OF_BUFFERS = 16 << 20
 
 _PARTS = (1, 2, 4)
@@ -18,7 +18,7 @@ largest number of keys of a short row: a row then has the same result in a group
 _ROWS_TOGETHER, _BYTES_OF_GROUP = 8, 2 << 20
 """The largest group of rows, and the largest size of its keys and values, of which there are up to eight buffers."""
 
-_MOST_PAGE_NUMBERS = 128 << 10
+_MAX_PAGE_NUMBERS = 128 << 10
 """Page numbers of grouped rows that fit into half of the scalar memory; with longer contexts, rows are not grouped."""
 
 
@@ -35,7 +35,7 @@ def depth_of(block_bytes: int, vmem_limit: int) -> int:
     v6e, by a model of the pipeline; four lose almost nothing. Rows of a few hundred keys fill only
     part of a buffer and need more. Buffers take half of the vector memory at most, except for the two that any
     pipeline needs."""
-    wanted = min(max(_BYTES_OF_BUFFERS // block_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+    wanted = min(max(_BYTES_OF_BUFFERS // block_bytes, _MIN_DEPTH), _MAX_DEPTH)
     return min(wanted, max(vmem_limit // 2 // block_bytes, 2))
 
 
@@ -71,7 +71,7 @@ def sizes_of(blocks: DecodeBlocks, page_size: int, page_bytes: int, columns: int
     short = min(max(_KEYS_OF_SHORT // page_size, 1), blocks.pages)
     room = min(_BYTES_OF_GROUP, vmem_limit // 16) // (short * page_bytes)
     most = min(_ROWS_TOGETHER, 1 << max(room.bit_length() - 1, 0))
-    if depth_of(most * short * page_bytes, vmem_limit) * most * columns > _MOST_PAGE_NUMBERS:
+    if depth_of(most * short * page_bytes, vmem_limit) * most * columns > _MAX_PAGE_NUMBERS:
         most = 1
     fewest = short if most > 1 else -(-_FEWEST_KEYS // page_size)
     computed = tuple(blocks.pages // part for part in _PARTS if part == 1 or blocks.pages // part >= fewest)
