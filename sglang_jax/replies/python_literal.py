@@ -24,7 +24,7 @@ _LITERAL = re.compile(
 
 
 def python_literal(text: str) -> tuple[object, str] | None:
-    """Returns the value of a Python list or dict, and the same as JSON; None for others, long ones and what is not JSON."""
+    """Returns the value of a Python list or dict, and the same as JSON; None for others, long ones and non-JSON."""
     if len(text) > MAX_CHARACTERS or text[:1] not in ("[", "{") or not _LITERAL.fullmatch(text):
         return None
     try:
