@@ -236,7 +236,7 @@ def test_an_unsupported_kv_dtype_is_refused(backend: Backend, tmp_path: Path) ->
         ({"tp_size": 3}, "a delta net of 4 value heads and 2 key heads cannot be spread over 3"),
         (
             {"speculative_algorithm": SpeculativeAlgorithm.DRAFT},
-            "has layers with recurrent states, which wrong gues",
+            "has layers with recurrent states, which wrong drafts",
         ),
     ],
 )

@@ -618,8 +618,8 @@ def test_planted_faults_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         reader._region, reader._held = parser._Region.TEXT, ""
 
     assert planted(parser._Markers, "_certain", lambda self, text: len(text))  # shows the start of a marker
-    assert planted(parser.ReplyParser, "_without_silent", lambda self, text: text)  # shows markers to the user
-    assert planted(parser.ReplyParser, "_give_up", forget)  # loses text that was not a call
+    assert planted(parser.ReplyParser, "_without_hidden", lambda self, text: text)  # shows markers to the user
+    assert planted(parser.ReplyParser, "_treat_as_text", forget)  # loses text that was not a call
     assert planted(call_reader, "json_object", lambda text: text)  # accepts text that is not JSON
     assert planted(call_reader, "_without_ends", lambda value: value)
     assert planted(call_reader.ArgumentSchemas, "as_json", lambda self, value, schema: json.dumps(value))
@@ -682,7 +682,7 @@ def test_the_cost_of_thousands_of_calls_at_once_is_linear(monkeypatch: pytest.Mo
     pieces = machine.push(one * number) + machine.finish()
     assert machine.num_calls == number
     assert pieces[-1] == CallArguments(number - 1, '{"a": 1}')
-    assert looked_at < 3 * parser._AT_ONCE * number < number * len(one) * number / 10
+    assert looked_at < 3 * parser._SLICE_CHARACTERS * number < number * len(one) * number / 10
 
 
 def test_a_long_text_is_one_piece() -> None:

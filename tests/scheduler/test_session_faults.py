@@ -28,7 +28,7 @@ def move_no_pin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_old_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_up, take = Pins._give_up, Pins._take
+    give_up, take = Pins._give_up, Pins._place
 
     def take_more(self: Pins, pin: Pin, node: Node, pages: int) -> None:
         monkeypatch.setattr(RadixTree, "extend_session", lambda self, held, node: False)
@@ -36,7 +36,7 @@ def keep_the_old_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
         take(self, pin, node, pages)
         monkeypatch.setattr(Pins, "_give_up", give_up)
 
-    monkeypatch.setattr(Pins, "_take", take_more)
+    monkeypatch.setattr(Pins, "_place", take_more)
 
 
 def let_nothing_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,8 @@ def output(logprobs: int) -> OutputDelta:
 
 def test_the_logprobs_of_thousands_of_short_answers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """None was refused, so four thousand requests could hold 26 GB."""
-    monkeypatch.setattr(held_logprobs, "FEW", 100)
-    monkeypatch.setattr(held_logprobs, "OF_SHORT_ONES", 1000)
+    monkeypatch.setattr(held_logprobs, "SHORT_ANSWER", 100)
+    monkeypatch.setattr(held_logprobs, "EXTRA_FOR_SHORT_ANSWERS", 1000)
     held = HeldLogprobs(500)
     with contextlib.ExitStack() as answers:
         long = [answers.enter_context(held.share()) for _ in range(3)]

@@ -292,7 +292,7 @@ def test_the_logprobs_of_all_answers_are_limited(fake_model: EchoServer, monkeyp
     """Answers with few logprobs are served anyway."""
     held = fake_model.context._logprobs
     monkeypatch.setattr(held, "most", 500)
-    monkeypatch.setattr(held_logprobs, "FEW", 100)
+    monkeypatch.setattr(held_logprobs, "SHORT_ANSWER", 100)
     monkeypatch.setattr(held, "count", 990)
     body = {"prompt": "a" * 49, "logprobs": 3, "max_tokens": 1, "echo": True}
     response = fake_model.http.post("/v1/completions", json=body)
