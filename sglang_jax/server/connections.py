@@ -1,55 +1,59 @@
-"""Limits of connections: how many may be open, and how long each may keep the server waiting."""
+"""Limits of connections: how many may be open, and how long and how much each may keep the server waiting.
+
+uvicorn and httptools, in C, read requests. Crowds of hostile connections are the work of a reverse proxy: see
+`docs/security.md`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import resource
-import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
-import h11
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from sglang_jax.errors import RequestError
 from sglang_jax.logs import OnceASecond
 from sglang_jax.server.auth import OPEN_PATHS
-from sglang_jax.server.errors import TooManyConnectionsError, error_body
+from sglang_jax.server.errors import LINGER_SECONDS, TooManyConnectionsError, close_after_error, error_body
 from sglang_jax.server.held_answers import HeldAnswers, share_limit
-from sglang_jax.server.lingering import LingeringCloses
-from sglang_jax.server.partial_requests import PartialRequests
-from sglang_jax.server.sliced_connection import MAX_HEAD_LINES, SlicedConnection, head_too_large
-from sglang_jax.server.slices import SLICE, SliceTurns, SmallReads
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceASecond())
 
-MAX_HEADS_BYTES = 16 * 2**20
-"""Maximum bytes of all incomplete heads. Heads of 32 KiB on thousands of connections would be more."""
+MAX_HEAD_BYTES = 32_768
+"""Maximum bytes of a request's head, and of what arrives without completing a head or a part of a body: the parser
+holds headers after a body, too."""
+
+MAX_HEAD_LINES = 128
+"""Maximum headers of a request, those after its body included."""
+
+MAX_PIPELINED = 64
+"""Maximum requests of a connection that are not answered yet. Each holds some kilobytes."""
 
 HEALTH_CONNECTIONS = 64
 """Connections above `max_connections`, open only for health checks: a full server must not seem dead."""
 
-MAX_SEARCHED = 64 + HEALTH_CONNECTIONS
-"""Maximum waiting connections that are searched for one that can be closed for a new one."""
-
 IDLE_SECONDS = 1.0
 """A connection is not closed for a new one before it has been silent for this long: a request may be on its way."""
 
-MAX_DISCARDED_BYTES = 262_144
-"""Maximum bytes of a refused request that are read and discarded before its connection is closed."""
+MAX_LINGERING = 128
+"""Maximum refused connections that linger at once; above that, the oldest is closed."""
 
 SPARE_DESCRIPTORS = 384
 """File descriptors in addition to `max_connections`: health checks, lingering closes, the engine's sockets, files."""
+
+_CONNECTION = "sglang_jax.connection"
+"""The key in ASGI's `state` of a weak reference to the request's connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,177 +64,98 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class ConnectionGroup:
-    """`waiting`: connections without a request, longest waiting first; `spare`: those above `max_connections`."""
+    """What the connections of a server share. `waiting`: those without a request, longest waiting first; `served`:
+    those with one that is not a health check; `lingering`: those that were refused and are still open, oldest first."""
 
+    limits: ConnectionLimits
     waiting: dict[BoundedConnection, None] = field(default_factory=dict)
-    spare: set[BoundedConnection] = field(default_factory=set)
-    lingering: LingeringCloses = field(default_factory=LingeringCloses)
+    served: set[BoundedConnection] = field(default_factory=set)
+    lingering: dict[BoundedConnection, None] = field(default_factory=dict)
+    held: HeldAnswers = field(default_factory=HeldAnswers)
 
-    def first_waiting(self) -> list[BoundedConnection]:
-        """The connections that have waited longest, except those whose request waits to be parsed."""
-        return [one for one in islice(self.waiting, MAX_SEARCHED) if not one._parsing]
-
-
-def small_reads(limits: ConnectionLimits) -> Callable[..., SmallReads]:
-    """Returns a factory of protocols for uvicorn: connections with these limits that read `SLICE` bytes at a time."""
-    turns = SliceTurns()
-    connection = bounded_connections(limits, turns)
-
-    def make(*arguments: Any, **options: Any) -> SmallReads:
-        return SmallReads(connection(*arguments, **options), turns)
-
-    return make
+    def longest_waiting(self) -> BoundedConnection | None:
+        return next(iter(self.waiting), None)
 
 
-def bounded_connections(limits: ConnectionLimits, turns: SliceTurns | None = None) -> type[H11Protocol]:
-    """Returns a class of connections for uvicorn that share these limits and `turns`."""
-    group = ConnectionGroup()
-    held = HeldAnswers()
-    heads = PartialRequests(MAX_HEADS_BYTES, "heads")
-    shared_turns = SliceTurns() if turns is None else turns
+def bounded_connections(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
+    """Returns a class of connections for uvicorn that share these limits."""
+    group = ConnectionGroup(limits)
 
     class Connection(BoundedConnection):
-        def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(limits, group, held, heads, shared_turns, *arguments, **options)
+        def __init__(
+            self,
+            config: uvicorn.Config,
+            server_state: ServerState,
+            app_state: Mapping[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> None:
+            super().__init__(group, config, server_state, app_state, _loop)
 
     return Connection
 
 
-class BoundedConnection(SlicedConnection):
-    """uvicorn's connection, with limits for the time and memory that a client may take.
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection, with limits for the time and memory that a client may take. Its application must be a
+    `ConnectionGate`.
 
     - A client has `client_timeout` to send the whole head of a request, from the connection's start or the head's first
       byte. uvicorn itself closes connections that are idle between two requests.
     - A client that reads nothing of an answer for `client_timeout` is cut off. Until then, uvicorn's write buffer holds
       64 KiB and one event, and the engine is not asked for more. For long complete answers, `HeldAnswers` has a limit.
     - If `max_connections` are open, a new connection replaces the one that has been idle longest, for at least
-      `IDLE_SECONDS`. If none is idle, it becomes one of `HEALTH_CONNECTIONS` more. A request over one of those takes
-      the place of a connection that waits for a request; if all are busy, it is refused with 503, except health checks.
-      So silent connections do not keep clients out, and clients do not keep health checks out.
-    - If those are open as well, the one that has waited longest is closed, with 503 unless it is idle. If none waits,
-      the new connection is refused with 503. A refused client can read why: see `LingeringCloses`.
-
-    For reading, see `SlicedConnection`. Of an answer of unknown length, h11 writes only the start and the end: a chunk
-    does not change h11's state, and h11's checks cost as much per event as the engine's client.
+      `IDLE_SECONDS`. If none is idle, `HEALTH_CONNECTIONS` more may be open. If those are open as well, the one that
+      has waited longest is refused with 503, or else the new one.
+    - If `max_connections` have a request, those of others are refused with 503, except health checks. So silent
+      connections do not keep clients out, and clients do not keep health checks out.
     """
 
     def __init__(
         self,
-        limits: ConnectionLimits,
         group: ConnectionGroup,
-        held: HeldAnswers,
-        heads: PartialRequests,
-        turns: SliceTurns,
-        *arguments: object,
-        **options: object,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: Mapping[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(turns, heads, *arguments, **options)
-        self._limits = limits
+        # A strong reference would be a cycle, whose memory only the garbage collector frees.
+        super().__init__(config, server_state, {**app_state, _CONNECTION: weakref.ref(self)}, _loop)
         self._group = group
-        self._held = held
+        self._num_unanswered = 0
+        self._num_unparsed = 0
+        self._head_bytes = 0
+        self._refusal: RequestError | None = None
+        self._is_refused = False
         self._waits_since = 0.0
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
+    # -- asyncio's protocol
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Makes room for the connection, or refuses it. Unlike uvicorn's, makes no system calls for a connection that
-        may stay silent: when thousands arrive at once, each call delays the others."""
-        self.connections.add(self)
-        self.transport, self.flow, self.scheme = transport, FlowControl(transport), "http"
-        if len(self.connections) > self._limits.max_connections and not self._make_room():
+        """Makes room for the connection, or refuses it."""
+        super().connection_made(transport)
+        if not self._make_room():
             self._refuse(self._too_many())
             return
-        self._watch()
+        self._wait()
+        self._expect_head()
 
-    def _make_room(self) -> bool:
-        """Whether a connection above `max_connections` may stay: it replaces an idle one, or is for health checks."""
-        waiting = self._group.first_waiting()
-        idle = [one for one in waiting if one._is_idle]
-        longest_idle = next((one for one in idle if one not in self._group.spare), None)
-        if longest_idle is not None:
-            longest_idle.drop()
-            return True
-        self._group.spare.add(self)
-        if len(self.connections) <= self._limits.max_connections + HEALTH_CONNECTIONS:
-            return True
-        if idle:
-            idle[0].drop()
-        elif waiting:
-            waiting[0]._refuse(self._too_many())
-        return bool(waiting)
-
-    def _claim_place(self) -> bool:
-        """Whether the request that arrived may run: within `max_connections`, or in place of a waiting connection."""
-        spare = self._group.spare
-        if self in spare and len(self.connections) - len(spare) >= self._limits.max_connections:
-            other = next((one for one in self._group.first_waiting() if one not in spare), None)
-            if other is None:
-                return False
-            spare.add(other)
-        spare.discard(self)
-        return True
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether its client has sent nothing for `IDLE_SECONDS`."""
-        return not self._rest and time.monotonic() - self._waits_since > IDLE_SECONDS
-
-    def _too_many(self) -> RequestError:
-        return TooManyConnectionsError(
-            f"{len(self.connections)} connections are open and busy; the limit is "
-            f"{self._limits.max_connections} (--max-connections). Try again later"
-        )
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if not self._num_unanswered:
+            self._wait()
+            self._expect_head()
+        self._num_unparsed += len(data)
+        super().data_received(data)
+        if self._num_unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(head_too_large())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._group.waiting.pop(self, None)
-        self._group.spare.discard(self)
+        self._leave()
         self._end_head_timer()
         self._end_unread_timer()
         super().connection_lost(exc)
-
-    @property
-    def app(self) -> ASGIApp:
-        """The application that uvicorn runs for a request. Bound for each access: a stored bound method would be a
-        reference cycle, whose memory only the garbage collector frees."""
-        return self._run
-
-    @app.setter
-    def app(self, application: ASGIApp) -> None:
-        self._application = application
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application, writing its chunks without h11, or refuses the request."""
-        if scope["path"] not in OPEN_PATHS and not self._claim_place():
-            self._refuse(self._too_many())
-            return
-        if len(scope["headers"]) >= MAX_HEAD_LINES:  # a pipelined head, which was not checked before
-            self._refuse(head_too_large())
-            return
-        cycle, transport, flow = self.cycle, self.transport, self.flow
-        chunked = False
-
-        async def send_or_write(message: Message) -> None:
-            nonlocal chunked
-            if not (chunked and message.get("more_body") and message["body"]):
-                await send(message)
-                if message["type"] == "http.response.start":
-                    chunked = _goes_in_chunks(scope, message)
-                return
-            if flow.write_paused and not cycle.disconnected:
-                await flow.drain()
-            if not cycle.disconnected:
-                body = message["body"]
-                transport.write(b"%x\r\n%b\r\n" % (len(body), body))  # RFC 9112, section 7.1
-
-        share_limit(scope, self._held, transport.abort)
-        await self._application(scope, receive, send_or_write)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch()
-        self._count_head()
-        if self.transport.is_closing():
-            self._discard_unread()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -241,73 +166,142 @@ class BoundedConnection(SlicedConnection):
         super().resume_writing()
         self._end_unread_timer()
 
+    # -- httptools' callbacks. An exception ends the request with `send_400_response`.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+        if self._num_unanswered >= MAX_PIPELINED:
+            raise RequestError(f"{self._num_unanswered} requests are unanswered; the limit is {MAX_PIPELINED}")
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value))
+        if len(self.headers) >= MAX_HEAD_LINES:
+            self._refusal = head_too_large()
+            raise self._refusal
+        super().on_header(name, value)
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refusal = head_too_large()
+            raise self._refusal
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._num_unanswered += 1
+        self._num_unparsed = 0
+        self._group.waiting.pop(self, None)
+        self._end_head_timer()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unparsed = 0
+        super().on_message_complete()
+
+    # -- uvicorn's
+
+    def on_response_complete(self) -> None:
+        self._num_unanswered -= 1
+        super().on_response_complete()
+        if not self._num_unanswered:
+            self._group.served.discard(self)
+            if not self.transport.is_closing():
+                self._wait()
+
     def send_400_response(self, msg: str) -> None:
-        """Answers malformed HTTP, or a head that is too large, with the error object of all errors."""
-        problem = sys.exc_info()[1]
-        refusal = RequestError(f"{msg.rstrip('.')}: {problem or 'it is malformed'}", code="malformed_http")
-        if isinstance(problem, h11.RemoteProtocolError) and problem.error_status_hint == 431:
-            refusal = head_too_large()
-        self._refuse(refusal)
+        """Answers malformed HTTP with the error object of all errors."""
+        self._refuse(self._refusal or RequestError(msg, code="malformed_http"))
+
+    # -- limits
+
+    def _make_room(self) -> bool:
+        """Whether a new connection may stay: there is room, it replaces another one, or it is for health checks."""
+        limit, waiting = self._group.limits.max_connections, self._group.longest_waiting()
+        if len(self.connections) <= limit:
+            return True
+        if waiting is not None and time.monotonic() - waiting._waits_since > IDLE_SECONDS:
+            waiting.drop()
+            return True
+        if len(self.connections) <= limit + HEALTH_CONNECTIONS:
+            return True
+        if waiting is not None:
+            waiting._refuse(self._too_many())
+        return waiting is not None
+
+    def serve(self) -> None:
+        """Counts the connection as served until it has no request. Raises `TooManyConnectionsError` if
+        `max_connections` others are served."""
+        if self not in self._group.served and len(self._group.served) >= self._group.limits.max_connections:
+            raise self._too_many()
+        self._group.served.add(self)
+
+    def share_limit(self, scope: Scope) -> None:
+        """Lets the answer to a request share the limit of long answers."""
+        share_limit(scope, self._group.held, self.transport.abort)
 
     def drop(self) -> None:
         """Closes a connection without a request."""
-        self._group.waiting.pop(self, None)
+        self._leave()
         self.transport.abort()
 
+    def _leave(self) -> None:
+        """The connection no longer counts as open."""
+        self._group.waiting.pop(self, None)
+        self._group.served.discard(self)
+        self._group.lingering.pop(self, None)
+        self.connections.discard(self)
+
+    def _too_many(self) -> RequestError:
+        return TooManyConnectionsError(
+            f"{len(self.connections)} connections are open and busy; the limit is "
+            f"{self._group.limits.max_connections} (--max-connections). Try again later"
+        )
+
     def _refuse(self, error: RequestError) -> None:
+        """Answers with this error, and closes once the client does, at the latest after `LINGER_SECONDS`. A request
+        that is being answered loses its answer, which cannot be told from the error."""
+        self._is_refused = True
+        self._leave()
+        self._end_head_timer()
+        if self._num_unanswered:
+            self.transport.abort()
+            return
         content = msgspec.json.encode(error_body(error))
-        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(content))), ("Connection", "close")]
-        if error.status == 503:
-            headers.append(("Retry-After", "1"))
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = b"" if self.cycle is not None and self.cycle.scope["method"] == "HEAD" else content
-            for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body)):
-                self.transport.write(self.conn.send(event) or b"")
-            self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
-        if self.cycle is not None:  # the application must not answer any more
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        if self._group.lingering.begin(self.transport):
-            self._is_over = True
-            self.connection_lost(ConnectionAbortedError())  # the transport has another protocol now
-        else:
-            self.transport.close()
-            self._discard_unread()
+        lines = [f"HTTP/1.1 {error.status} {error.code}", "Content-Type: application/json", "Connection: close"]
+        lines += [f"Content-Length: {len(content)}"] + (["Retry-After: 1"] if error.status == 503 else [])
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + content)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._group.lingering[self] = None
+        if len(self._group.lingering) > MAX_LINGERING:
+            next(iter(self._group.lingering)).drop()
+        self._head_timer = self.loop.call_later(LINGER_SECONDS, self.drop)
 
-    def _discard_unread(self) -> None:
-        """Reads and discards what arrived of a refused request. If bytes were unread at the close, the kernel would
-        send a reset, and the client could lose the answer."""
-        socket = self.transport.get_extra_info("socket")
-        if socket is None or self not in self.connections:  # the descriptor may be reused
-            return
-        with suppress(OSError):  # nothing to read
-            for _ in range(MAX_DISCARDED_BYTES // SLICE):
-                if not os.read(socket.fileno(), SLICE):
-                    return
+    def _wait(self) -> None:
+        """Notes that the connection waits for a request from now on, or for the rest of its head."""
+        self._group.waiting.pop(self, None)
+        self._group.waiting[self] = None
+        self._waits_since = time.monotonic()
 
-    def _watch(self) -> None:
-        """Starts or stops the timer for the head of a request."""
-        waiting = self.cycle is None or self.cycle.response_complete
-        if not waiting or self._is_over or self.transport.is_closing():
-            self._group.waiting.pop(self, None)
-            self._end_head_timer()
-            return
-        if self not in self._group.waiting:
-            self._group.waiting[self] = None
-            self._waits_since = time.monotonic()
-        if self._head_timer is None and self.timeout_keep_alive_task is None:
-            self._head_timer = self.loop.call_later(self._limits.client_timeout, self._end_waiting)
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._group.limits.client_timeout, self.drop)
 
-    def _end_waiting(self) -> None:
-        """Closes the connection, unless the head has arrived and waits to be parsed."""
-        self._head_timer = None
-        if self._parsing:
-            self._watch()
-        else:
-            self.drop()
+    def _end_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _expect_reader(self, unread: int) -> None:
-        self._unread_timer = self.loop.call_later(self._limits.client_timeout, self._check_reader, unread)
+        self._unread_timer = self.loop.call_later(self._group.limits.client_timeout, self._check_reader, unread)
 
     def _check_reader(self, unread: int) -> None:
         still = self.transport.get_write_buffer_size()
@@ -317,15 +311,10 @@ class BoundedConnection(SlicedConnection):
         self._unread_timer = None
         logger.warning(
             "Closed a connection whose client read nothing for %g s (--client-timeout): %d bytes were unread",
-            self._limits.client_timeout,
+            self._group.limits.client_timeout,
             still,
         )
         self.transport.abort()
-
-    def _end_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
     def _end_unread_timer(self) -> None:
         if self._unread_timer is not None:
@@ -333,14 +322,33 @@ class BoundedConnection(SlicedConnection):
             self._unread_timer = None
 
 
-def _goes_in_chunks(scope: Scope, start: Message) -> bool:
-    """Whether h11 sends the answer that starts with `start` in chunks."""
-    return (
-        scope["http_version"] == "1.1"
-        and scope["method"] != "HEAD"
-        and start["status"] not in (204, 304)
-        and not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in start.get("headers", ()))
+class ConnectionGate:
+    """Refuses requests while `max_connections` others have one, except health checks. With connections of another
+    server, there is no limit."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reference = scope.get("state", {}).get(_CONNECTION)
+        connection: BoundedConnection | None = None if reference is None else reference()
+        if connection is not None:
+            connection.share_limit(scope)
+            if scope["path"] not in OPEN_PATHS:
+                try:
+                    connection.serve()
+                except TooManyConnectionsError as error:
+                    await close_after_error(error, scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def head_too_large() -> RequestError:
+    refusal = RequestError(
+        f"the head of the request is too large; the limit is {MAX_HEAD_BYTES} bytes, in {MAX_HEAD_LINES} lines"
     )
+    refusal.status, refusal.code = 431, "head_too_large"
+    return refusal
 
 
 def raise_descriptor_limit(max_connections: int) -> int:

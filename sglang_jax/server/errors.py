@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from sglang_jax.errors import ParameterError, RequestError, cut, quote
 
@@ -21,6 +24,13 @@ CLIENT_CLOSED_REQUEST = 499
 """Status recorded for a client that disconnected (nginx's number); it is not sent."""
 
 RETRY_AFTER_SECONDS = 1
+
+LINGER_SECONDS = 2.0
+"""Seconds that a refused client has to read its answer and close. If the server closed first, with bytes unread, the
+kernel would send a reset, and the client would lose the answer."""
+
+MAX_LINGERED_BYTES = 4 * 2**20
+"""Maximum bytes of a refused body that are read and discarded."""
 
 MAX_MESSAGE_CHARACTERS = 1000
 """Maximum characters of an error's message, which may repeat numbers of thousands of digits."""
@@ -189,6 +199,21 @@ def error_response(error: RequestError) -> Response:
     if isinstance(error, RateLimitError):
         headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
     return Response(msgspec.json.encode(error_body(error)), error.status, headers, "application/json")
+
+
+async def close_after_error(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request with an error, reads and discards the rest of its body, and closes its connection: at the
+    latest after `LINGER_SECONDS` or `MAX_LINGERED_BYTES`."""
+    response = error_response(error)
+    response.headers["Connection"] = "close"
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            left = MAX_LINGERED_BYTES
+            while left > 0 and (message := await receive()).get("more_body"):
+                left -= len(message["body"])
+    await send({"type": "http.response.body", "body": b""})
 
 
 ONE = "<one>"

@@ -17,6 +17,7 @@ from sglang_jax.server.errors import (
     ClientTooSlowError,
     MediaTypeError,
     ShuttingDownError,
+    close_after_error,
     error_response,
 )
 from sglang_jax.server.partial_requests import PartialRequests
@@ -88,10 +89,8 @@ class BodyLimit:
             try:
                 message = await self._read(headers, receive, share)
             except RequestError as error:
-                response = error_response(error)
-                if share.refusal is not None:
-                    response.headers["Connection"] = "close"
-                await response(scope, receive, send)
+                self._hold(share, -share.size)
+                await close_after_error(error, scope, receive, send)
                 return
             unread = [message]
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -31,9 +30,10 @@ from sglang_jax.runner.claimed_address import claim_address
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.connections import (
+    ConnectionGate,
     ConnectionLimits,
+    bounded_connections,
     raise_descriptor_limit,
-    small_reads,
 )
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
@@ -41,7 +41,6 @@ from sglang_jax.server.remote_replicas import connect_engines
 from sglang_jax.server.requests_seen import RequestsSeen
 from sglang_jax.server.route_list import ROUTES_PATH
 from sglang_jax.server.shutdown import Stoppable
-from sglang_jax.server.sliced_connection import MAX_HEAD_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -203,15 +202,14 @@ def http_config(context: ServerContext) -> uvicorn.Config:
     if not context.callers.asks_for_a_key and is_loopback(config.host):
         app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")), config.origins())
     return uvicorn.Config(
-        Stoppable(RequestsSeen(app, context.metrics), context.shutdown),
-        http=cast(Any, small_reads(limits)),  # a factory of protocols, like their class
+        ConnectionGate(Stoppable(RequestsSeen(app, context.metrics), context.shutdown)),
+        http=bounded_connections(limits),
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="info" if config.log_level is LogLevel.DEBUG else "warning",
         access_log=False,  # `RequestsSeen` logs requests
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 
@@ -48,7 +48,9 @@ class Wire(asyncio.Transport):
         return 1
 
 
-def connect(protocol: type[H11Protocol], app: ASGIApp, state: ServerState | None = None) -> tuple[H11Protocol, Wire]:
+def connect(
+    protocol: type[HttpToolsProtocol], app: ASGIApp, state: ServerState | None = None
+) -> tuple[HttpToolsProtocol, Wire]:
     """`state`: of the server, a new one if it is not given."""
     config = uvicorn.Config(cast(Any, app), http=protocol, ws="none", lifespan="off", log_config=None)
     config.load()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
+import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
-from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
+from helpers.echo_server import EchoServer, serve_echo
+from starlette.types import Message, Receive, Scope, Send
 
 from sglang_jax.errors import RequestError
-from sglang_jax.server import connections, request_body
+from sglang_jax.server import request_body
 from sglang_jax.server.partial_requests import PartialRequests
-from sglang_jax.server.request_body import REQUEST_BYTES
+from sglang_jax.server.request_body import REQUEST_BYTES, BodyLimit
 
-HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 MOST = 10_000
 
 
@@ -27,7 +28,7 @@ class Client:
 
 
 def test_the_oldest_request_that_is_not_short_is_refused() -> None:
-    held, clients = PartialRequests(1000, "heads"), [Client() for _ in range(5)]
+    held, clients = PartialRequests(1000, "bodies"), [Client() for _ in range(5)]
     for client, size in zip(clients, (300, 100, 300, 300, 0), strict=True):
         held.hold(client, size)
     assert held.num_bytes == 1000
@@ -35,7 +36,7 @@ def test_the_oldest_request_that_is_not_short_is_refused() -> None:
     assert [client.refusal is not None for client in clients] == [True, False, False, False, False]
     assert held.num_bytes == 701
     assert clients[0].refusal is not None
-    assert "heads of all requests hold 1001 bytes, this one 300; the limit is 1000" in clients[0].refusal.message
+    assert "bodies of all requests hold 1001 bytes, this one 300; the limit is 1000" in clients[0].refusal.message
     assert (clients[0].refusal.status, clients[0].refusal.code) == (503, "busy")
     held.hold(clients[0], 0)  # its connection is closed
     held.hold(clients[4], 400)
@@ -65,7 +66,6 @@ def test_silent_requests_do_not_crowd_out_long_ones() -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EchoServer]:
-    monkeypatch.setattr(connections, "MAX_HEADS_BYTES", MOST)
     monkeypatch.setattr(request_body, "MAX_SMALL_BODIES_BYTES", MOST)
     monkeypatch.setattr(request_body, "REQUEST_BYTES", 0)
     with serve_echo(model_path="echo:0.02") as server:
@@ -94,41 +94,6 @@ def refused(connection: socket.socket, what: str) -> None:
     assert f"unfinished {what} of all requests hold" in error["message"]
     assert f"the limit is {MOST}" in error["message"]
     connection.close()
-
-
-def test_the_total_size_of_unfinished_heads_is_limited(server: EchoServer) -> None:
-    """32 KiB on each of 4,096 connections took 130 MiB for half a minute."""
-    honest = connect(server, HEAD)
-    behind = connect(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD + b"X: " + b"x" * 5000)
-    for _ in range(3):  # earlier bytes are parsed before
-        assert server.http.get("/v1/models").is_success
-    first, second = connect(server, HEAD + b"X: " + b"x" * 4000), connect(server, HEAD + b"X: " + b"x" * 4000)
-    received = b""
-    while b"503" not in received:  # the oldest, behind a request that is being answered
-        received += behind.recv(65536)
-    assert received.startswith(b"HTTP/1.1 200")
-    more = connect(server, HEAD + b"X: " + b"x" * 3000)
-    refused(first, "heads")
-    for connection in (honest, second, more):
-        connection.sendall(b"\r\n\r\n")
-        assert rest_of(connection).startswith(b"HTTP/1.1 200")
-        connection.close()
-    behind.close()
-
-
-def test_bytes_behind_a_running_request_count_too(server: EchoServer) -> None:
-    """Its answer has started: the client would take an error for the rest of it."""
-    stream = post_bytes("/generate", {"text": "a" * 2000, "stream": True, "sampling_params": {"max_new_tokens": 2000}})
-    connection = connect(server, stream)
-    assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    connection.sendall(HEAD + b"X: " + b"x" * 6000)
-    idle = connect(server, HEAD + b"X: " + b"x" * 5000)
-    wait_for(lambda: server.running() == 0)
-    with suppress(ConnectionResetError):
-        assert b"[DONE]" not in rest_of(connection)
-    idle.sendall(b"\r\n\r\n")
-    assert rest_of(idle).startswith(b"HTTP/1.1 200")
-    idle.close()
 
 
 def body(size: int) -> bytes:
@@ -175,3 +140,43 @@ def test_a_body_that_has_not_started_counts_too(monkeypatch: pytest.MonkeyPatch)
             connection.sendall(content + b" ")
             assert rest_of(connection).startswith(b"HTTP/1.1 200")
             connection.close()
+
+
+async def size_of_body(scope: Scope, receive: Receive, send: Send) -> None:
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    content = b"%d" % size
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(content))]})
+    await send({"type": "http.response.body", "body": content})
+
+
+async def test_a_refused_body_is_freed_without_the_garbage_collector() -> None:
+    """The chunks of a refused body stayed: the error referred to frames that referred to the error."""
+
+    class Chunk(bytearray):
+        """A bytes object that can be weakly referenced."""
+
+    kept: list[weakref.ref[Chunk]] = []
+    limit = BodyLimit(size_of_body, 100_000, 60.0)
+    limit._small = PartialRequests(REQUEST_BYTES + 5000, "small bodies")
+
+    async def receive() -> Message:
+        chunk = Chunk(b"x" * 2000)
+        kept.append(weakref.ref(chunk))
+        return {"type": "http.request", "body": chunk, "more_body": True}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    gc.disable()
+    try:
+        await limit({"type": "http", "headers": [(b"content-length", b"60000")]}, receive, send)
+        assert sent[0]["status"] == 503
+        assert len(kept) >= 3, "the rest is discarded"
+        assert {chunk() for chunk in kept} == {None}
+    finally:
+        gc.enable()

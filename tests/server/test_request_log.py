@@ -97,7 +97,7 @@ def test_answers_are_counted_by_route_and_status(server: EchoServer) -> None:
     server.http.post("/generate", json={"text": 5})
     for number in range(3):
         server.http.get(f"/nowhere/{number}")
-    server.http.request("BREW", "/coffee")
+    server.http.request("PROPFIND", "/coffee")
     expected = {
         ("/generate", "POST", "200"): 1,
         ("/generate", "POST", "400"): 1,

@@ -10,16 +10,14 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import h11
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 from helpers.engine_fakes import ByteTokenizer, load_fake_model
 
 from sglang_jax.engine import validation
 from sglang_jax.server import connections, held_logprobs
-from sglang_jax.server.connections import HEALTH_CONNECTIONS
+from sglang_jax.server.connections import HEALTH_CONNECTIONS, MAX_HEAD_LINES
 from sglang_jax.server.requests_seen import RequestsSeen
-from sglang_jax.server.sliced_connection import MAX_HEAD_LINES
 
 JSON = {"Content-Type": "application/json"}
 
@@ -115,30 +113,21 @@ def test_nothing_may_follow_a_body_s_json(server: EchoServer, behind: bytes) -> 
 # -- Heads -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_number_of_header_lines_is_limited(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight thousand lines fit into a head's size limit, and each such request took 20 ms of the event loop. They
-    are counted before h11 parses them."""
-    parsed: list[int] = []
-    receive = h11.Connection.receive_data
-    monkeypatch.setattr(
-        h11.Connection, "receive_data", lambda self, data: parsed.append(len(data)) or receive(self, data)
-    )
+def test_the_number_of_header_lines_is_limited(server: EchoServer) -> None:
+    """Eight thousand lines fit into a head's size limit."""
     first = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     answer = whole_answer(server, first + b"a:\r\n" * (MAX_HEAD_LINES - 4) + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 200")
-    parsed.clear()
     answer = whole_answer(server, first + b"a:\r\n" * 8000 + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 431")
     assert b"128 lines" in answer
-    assert not parsed
 
 
 def test_the_header_lines_of_a_pipelined_request_are_limited_too(server: EchoServer) -> None:
-    """It arrives together with the one before and is parsed by h11: it is not answered, and ends the connection."""
+    """It ends the connection: an error could be taken for the answer to the request before."""
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     body = post_bytes("/generate", {"text": "a"})
-    answer = whole_answer(server, body + head + b"a:\r\n" * 1000 + b"\r\n" + head + b"\r\n")
-    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"431"]
+    assert whole_answer(server, body + head + b"a:\r\n" * 1000 + b"\r\n" + head + b"\r\n") == b""
 
 
 @pytest.mark.parametrize("version", ["abc", "1.x", "9" * 5000, "1.0.0.0.0.0", ""])
@@ -160,11 +149,12 @@ def test_a_forwarded_client_address_cannot_inject_log_lines(
     caplog.set_level(logging.DEBUG, RequestsSeen.__module__)
     for said in (b"\x1b[2Jgone", b"a" * 20_000, b"203.0.113.9"):
         sent = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Forwarded-For: %b\r\n\r\n" % said
-        assert whole_answer(server, sent).startswith(b"HTTP/1.1 200")
+        malformed = b"\x1b" in said
+        assert whole_answer(server, sent).startswith(b"HTTP/1.1 400" if malformed else b"HTTP/1.1 200")
     lines = [record.getMessage() for record in caplog.records if "/health" in record.getMessage()]
-    assert len(lines) == 3
+    assert len(lines) == 2
     assert all(line.isprintable() and len(line) < 500 for line in lines)
-    assert "203.0.113.9" in lines[2]
+    assert "203.0.113.9" in lines[1]
 
 
 # -- A server that is full ---------------------------------------------------------------------------------------------
