@@ -20,6 +20,7 @@ import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
 from sglang_jax.errors import RequestError
+from sglang_jax.scheduler.messages import Command
 from sglang_jax.server import connections, held_answers, lingering, sliced_connection
 from sglang_jax.server.connections import (
     BoundedConnection,
@@ -429,7 +430,7 @@ def test_a_request_that_is_refused_while_it_is_answered_has_one_answer(
     asked, refused = threading.Event(), asyncio.Event()
     refuse = BoundedConnection._refuse
 
-    async def wait() -> bool:
+    async def wait(_: Command[bool]) -> bool:
         asked.set()
         await refused.wait()
         return True
@@ -438,7 +439,7 @@ def test_a_request_that_is_refused_while_it_is_answered_has_one_answer(
         refused.set()  # the application continues before the connection is lost
         refuse(connection, error)
 
-    monkeypatch.setattr(strict.context.client, "flush_cache", wait)
+    monkeypatch.setattr(strict.context.client, "call", wait)
     monkeypatch.setattr(BoundedConnection, "_refuse", refuse_and_go_on)
     with connect(strict) as connection:
         connection.sendall(b"POST /flush_cache HTTP/1.0\r\nHost: localhost\r\n\r\n")
