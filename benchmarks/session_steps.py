@@ -21,7 +21,8 @@ from sglang_jax.runner.plan import RunnerSpec, StepPlan
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.runner.pulse import Building
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import Inbound, NewRequest, OpenSession, Outbound, SessionTurn, StepOutputs
+from sglang_jax.scheduler.commands import OpenSession
+from sglang_jax.scheduler.messages import Inbound, NewRequest, Outbound, SessionTurn, StepOutputs
 from sglang_jax.scheduler.scheduler import Scheduler
 
 Inputs = list[list[list[int]]]
@@ -155,7 +156,7 @@ def _converse(
     scheduler = Scheduler(runner, (), config, channel)
     if in_session:
         for number in range(len(talks)):
-            scheduler.sessions.open(OpenSession(0, str(number), "", True, None))
+            scheduler.sessions.open(OpenSession(str(number), "", True, None))
 
     def done() -> int:
         """The number of steps whose results are ready: a new turn waits for the one in flight."""

@@ -16,6 +16,7 @@ import zmq
 from sglang_jax.engine.types import ModelInfo
 from sglang_jax.errors import EngineDeadError
 from sglang_jax.runner.pulse import Pulse
+from sglang_jax.scheduler.commands import inbound_types
 from sglang_jax.scheduler.messages import Inbound, Outbound
 
 MESSAGES_PER_TURN = 8
@@ -85,7 +86,7 @@ class CoreChannel:
         self._socket = _open_socket(context)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)
+        self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(inbound_types())
 
     def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
         """Yields waiting messages in the order of sending. With `block`, sleeps until there is at least one, for at

@@ -18,12 +18,11 @@ from sglang_jax.engine.types import (
     ModelInfo,
     OutputDelta,
     ReplicaLoad,
-    SessionOptions,
     TextTokenizer,
 )
 from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, quote
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.messages import Command, Result, SchedulerStats
 
 
 class AsyncEngineClient:
@@ -120,31 +119,11 @@ class AsyncEngineClient:
         for request_id in list(self._requests):
             self.abort(request_id)
 
-    async def open_session(self, options: SessionOptions) -> str:
-        validation.check_session(options)
-        return await self.links.open_session(options)
-
-    async def close_session(self, session_id: str, owner: str) -> None:
-        await self.links.close_session(session_id, owner)
-
-    async def flush_cache(self) -> bool:
-        return await self.links.flush_cache(idle=not self._requests)
-
-    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        return await self.links.start_profile(folder, steps)
-
-    async def stop_profile(self) -> list[str]:
-        return await self.links.stop_profile()
+    async def call(self, command: Command[Result]) -> Result:
+        return await self.links.call(command, idle=not self._requests)
 
     def loads(self) -> list[ReplicaLoad]:
         return self.links.loads()
-
-    async def states(self) -> list[dict[str, object]]:
-        return await self.links.states()
-
-    async def cache_reports(self) -> list[dict[str, object]]:
-        reports = await self.links.cache_reports()
-        return [{"replica": 0, **report} for report in reports]
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
         await self.links.drain(index, timeout)

@@ -16,33 +16,25 @@ import numpy as np
 from sglang_jax.engine import validation
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, Stopped
 from sglang_jax.engine.output import Completion, RequestOutputs, request_error
-from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionOptions
+from sglang_jax.engine.types import GenerateInput, ModelInfo
 from sglang_jax.engine.watchdog import Watchdog
 from sglang_jax.errors import EngineDeadError, UnreadError
 from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler.messages import (
     AbortRequest,
-    CloseSession,
-    FlushCache,
-    GetCacheReport,
-    GetState,
+    Command,
     Inbound,
     NewRequest,
-    OpenSession,
     Reply,
+    Result,
     SchedulerStats,
     SessionTurn,
     Shutdown,
-    StartProfile,
     StepOutputs,
-    StopProfile,
     StopRequest,
 )
 
 logger = logging.getLogger(__name__)
-
-Call = OpenSession | CloseSession | FlushCache | GetState | GetCacheReport | StartProfile | StopProfile
-"""Messages that the core answers with a `Reply`."""
 
 MAX_UNREAD_BYTES = 32 * 2**20
 UNREAD_SECONDS = 0.1
@@ -201,33 +193,19 @@ class CoreLink:
                 del self._completions[completion.wire_id]
         self._requests.discard(outputs)
 
-    async def open_session(self, options: SessionOptions) -> None:
-        assert options.session_id is not None
-        call = next(self._numbers)
-        await self._call(OpenSession(call, options.session_id, options.owner, options.streaming, options.timeout))
-
-    async def close_session(self, session_id: str, owner: str) -> None:
-        await self._call(CloseSession(next(self._numbers), session_id, owner))
-
-    async def flush_cache(self) -> bool:
-        reply = await self._call(FlushCache(next(self._numbers)))
-        if not reply.ok:
-            logger.info("The prefix cache was not cleared: %s", reply.message)
-        return reply.ok
-
-    async def start_profile(self, folder: str, steps: int | None) -> str:
-        return (await self._call(StartProfile(next(self._numbers), folder, steps))).message
-
-    async def stop_profile(self) -> str:
-        return (await self._call(StopProfile(next(self._numbers)))).message
-
-    async def state(self) -> dict[str, object]:
-        reply = await self._call(GetState(next(self._numbers)))
-        return dict(reply.state)
-
-    async def cache_reports(self) -> list[dict[str, object]]:
-        reply = await self._call(GetCacheReport(next(self._numbers)))
-        return [msgspec.json.decode(reply.report)]
+    async def call(self, command: Command[Result]) -> Result:
+        self.check_alive()
+        numbered = msgspec.structs.replace(command, call=next(self._numbers))
+        waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[numbered.call] = waiting
+        try:
+            self._channel.send(numbered)
+            reply = await waiting
+        finally:
+            self._calls.pop(numbered.call, None)
+        if reply.error is not None:
+            raise request_error(reply.error)
+        return command.read(reply)
 
     async def ended(self) -> str:
         await self._over.wait()
@@ -307,19 +285,6 @@ class CoreLink:
         """Sends a message that may be lost if the engine has ended."""
         with contextlib.suppress(EngineDeadError):
             self._channel.send(message)
-
-    async def _call(self, message: Call) -> Reply:
-        self.check_alive()
-        waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._calls[message.call] = waiting
-        try:
-            self._channel.send(message)
-            reply = await waiting
-        finally:
-            self._calls.pop(message.call, None)
-        if reply.error is not None:
-            raise request_error(reply.error)
-        return reply
 
     def _look_for_unread(self) -> None:
         """Ends the streams with the most unread bytes until all fit the limit. Without it, an engine that is faster

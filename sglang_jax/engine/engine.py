@@ -20,17 +20,12 @@ from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.loop_thread import LoopThread
 from sglang_jax.engine.main_guard import check_main
 from sglang_jax.engine.session import Session
-from sglang_jax.engine.types import (
-    EngineClient,
-    GenerateInput,
-    GenerateOutput,
-    ModelInfo,
-    SessionOptions,
-    TextTokenizer,
-)
+from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
+from sglang_jax.engine.validation import new_session
 from sglang_jax.errors import EngineDeadError, ParameterError, quote
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.commands import CloseSession, FlushCache, GetState, StartProfile, StopProfile
+from sglang_jax.scheduler.messages import Command, Result, SchedulerStats
 
 DEFAULT_LOOKAHEAD = 1024
 Launcher = Callable[[EngineConfig], Awaitable[EngineClient]]
@@ -294,13 +289,12 @@ class Engine:
         **Raises:** `SessionLimitError` while `max_sessions` are open; `ParameterError` for an id that is in use.
         """
         self._check_open()
-        opened = self._loop.run(self._client.open_session(SessionOptions(session_id=session_id, timeout=timeout)))
+        opened = self._call(new_session(session_id, timeout=timeout))
         return Session(opened, self._run_turn, lambda: self._close_session(opened))
 
     def flush_cache(self) -> bool:
         """Clears the prefix cache. Does nothing and returns False while requests are running or queued."""
-        self._check_open()
-        return self._loop.run(self._client.flush_cache())
+        return self._call(FlushCache())
 
     def start_profile(self, folder: str | None = None, *, num_steps: int | None = None) -> list[str]:
         """Starts recording a profile for [JAX's](https://docs.jax.dev/en/latest/profiling.html) or
@@ -315,17 +309,15 @@ class Engine:
         place = folder or self.config.profile_dir
         if place is None:
             raise ParameterError("a profile needs a folder: give one, or Engine(profile_dir=...)")
-        return self._loop.run(self._client.start_profile(place, num_steps))
+        return self._call(StartProfile(place, num_steps))
 
     def stop_profile(self) -> list[str]:
         """Stops recording, and returns the folders once written. Raises `ParameterError` if there is no recording."""
-        self._check_open()
-        return self._loop.run(self._client.stop_profile())
+        return self._call(StopProfile())
 
     def state(self) -> dict[str, object]:
         """The state of scheduler and runner; with replicas, `replicas` has a list with one per replica."""
-        self._check_open()
-        states = self._loop.run(self._client.states())
+        states = self._call(GetState())
         return states[0] if self.config.dp_size == 1 else {"replicas": states}
 
     def shutdown(self) -> None:
@@ -357,11 +349,15 @@ class Engine:
 
     def _close_session(self, session_id: str) -> None:
         if self._finalizer.alive:  # an engine that was shut down has no sessions
-            self._loop.run(self._client.close_session(session_id, ""))
+            self._call(CloseSession(session_id, ""))
 
     async def _wait_for(self, batch: Batch, single: bool) -> GenerateOutput | list[GenerateOutput]:
         outputs = await self._loop.run_async(batch.run())
         return outputs[0] if single else outputs
+
+    def _call(self, command: Command[Result]) -> Result:
+        self._check_open()
+        return self._loop.run(self._client.call(command))
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

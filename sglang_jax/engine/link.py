@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_jax.engine.output import RequestOutputs
-from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, SessionOptions
+from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad
 from sglang_jax.errors import EngineDeadError, QueueFullError
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.messages import Command, Result, SchedulerStats
 
 
 class Link(Protocol):
@@ -61,28 +61,8 @@ class Link(Protocol):
         """Forgets a request whose reader has finished or left; aborts its unfinished completions."""
         ...
 
-    async def open_session(self, options: SessionOptions) -> None:
-        """Opens the session `options.session_id`. Raises as `EngineClient.open_session` does."""
-        ...
-
-    async def close_session(self, session_id: str, owner: str) -> None: ...
-
-    async def flush_cache(self) -> bool: ...
-
-    async def start_profile(self, folder: str, steps: int | None) -> str:
-        """Starts recording a profile of the next `steps` steps, None: of all until `stop_profile`. Returns its folder:
-        `folder`, or the one that a remote server uses instead. Raises `ParameterError` while a profile is being
-        recorded, or if the folder cannot be written; `EngineDeadError`."""
-        ...
-
-    async def stop_profile(self) -> str: ...
-
-    async def state(self) -> dict[str, object]:
-        """Figures of the scheduler and the runner. Raises `EngineDeadError`."""
-        ...
-
-    async def cache_reports(self) -> list[dict[str, object]]:
-        """Contents of the prefix cache as `CacheReport`, one per replica of a server. Raises `EngineDeadError`."""
+    async def call(self, command: Command[Result]) -> Result:
+        """Has the core execute a command. Raises `RequestError` if it is refused, `EngineDeadError`."""
         ...
 
     async def ended(self) -> str:
@@ -165,23 +145,11 @@ class Links(Protocol):
         """Wakes requests that wait in `choose`, to find those that were aborted."""
         ...
 
-    async def open_session(self, options: SessionOptions) -> str: ...
-
-    async def close_session(self, session_id: str, owner: str) -> None: ...
-
-    async def flush_cache(self, *, idle: bool) -> bool:
-        """See `EngineClient.flush_cache`. `idle`: whether the front end has no requests."""
+    async def call(self, command: Command[Result], *, idle: bool) -> Result:
+        """See `EngineClient.call`. `idle`: whether the front end has no requests."""
         ...
 
     def loads(self) -> list[ReplicaLoad]: ...
-
-    async def states(self) -> list[dict[str, object]]: ...
-
-    async def cache_reports(self) -> list[dict[str, object]]: ...
-
-    async def start_profile(self, folder: str, steps: int | None) -> list[str]: ...
-
-    async def stop_profile(self) -> list[str]: ...
 
     async def drain(self, index: int | None, timeout: float | None) -> None: ...
 

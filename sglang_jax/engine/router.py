@@ -11,19 +11,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from sglang_jax.engine.fan_out import call_all_or_none, call_each
 from sglang_jax.engine.link import Link, RoutedRequest
 from sglang_jax.engine.replica import Replica, close_replicas
-from sglang_jax.engine.replica_profiles import start_profiles, stop_profiles
 from sglang_jax.engine.routing import Candidate, RoutingPolicy, session_home, sticky_choice
-from sglang_jax.engine.types import (
-    GenerateInput,
-    ModelInfo,
-    OutputDelta,
-    ReplicaLoad,
-    ReplicaState,
-    SessionOptions,
-    SessionTurnInput,
-)
+from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, ReplicaState, SessionTurnInput
 from sglang_jax.errors import (
     EngineDeadError,
     ParameterError,
@@ -32,16 +24,14 @@ from sglang_jax.errors import (
     SessionNotFoundError,
     quote,
 )
-from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
+from sglang_jax.scheduler.commands import COMMANDS, AllOrNone, Each, OfSession, Rule, SessionCommand
+from sglang_jax.scheduler.messages import Command, ExpertBalance, GroupUsage, Result, SchedulerStats
 from sglang_jax.scheduler.request_builder import arrival_seed
 
 logger = logging.getLogger(__name__)
 
 MAX_REROUTES = 3
 """Maximum reroutes of a request after replicas were lost: bounds the engines that a harmful request can kill."""
-
-STATE_SECONDS = 10.0
-"""Seconds that a replica may take to report its figures, which it does between two steps."""
 
 
 class Router:
@@ -158,17 +148,33 @@ class Router:
         index = session_home(session_id, len(self.replicas))
         return next((one for one in self._serving() if one.index == index), None)
 
-    async def open_session(self, options: SessionOptions) -> str:
-        """See `Links.open_session`. A session without an id goes to a replica with the lowest load."""
-        session_id = self._new_session_id() if options.session_id is None else options.session_id
+    async def call(self, command: Command[Result], *, idle: bool) -> Result:
+        rule: Rule[Result] = COMMANDS[type(command)]
+        match rule:
+            case OfSession():
+                return await self._call_home(command, rule)
+            case AllOrNone():
+                serving = self._some_serving()
+                if self._is_single:
+                    return await serving[0].client.call(command)
+                return rule.merge(await call_all_or_none(command, rule, serving))
+            case Each():
+                if rule.while_busy is not None and not idle:
+                    return rule.while_busy
+                results = await call_each(command, rule, self._serving() if rule.absent is None else self.replicas)
+                if rule.empties_cache:
+                    for index in [index for index, emptied in results.items() if emptied]:
+                        self._policy.reset(index, self.replicas[index].client.max_total_tokens)
+                return rule.merge(results)
+
+    async def _call_home(self, command: Command[Result], rule: OfSession[Result]) -> Result:
+        """Sends a session's command to its replica. A session without an id goes to a replica with the lowest load."""
+        assert isinstance(command, SessionCommand)
+        session_id = command.id or self._new_session_id()
         home = self._home(session_id)
         if home is None:
-            raise ReplicaLostError(
-                f"session {quote(session_id)} belongs to a replica that is down; try again later, or "
-                "open a session without an id"
-            )
-        await home.client.open_session(dataclasses.replace(options, session_id=session_id))
-        return session_id
+            raise rule.lost(session_id)
+        return await home.client.call(msgspec.structs.replace(command, id=session_id))
 
     def _new_session_id(self) -> str:
         serving = self._some_serving()
@@ -177,14 +183,6 @@ class Router:
         while session_home(made_up := uuid.uuid4().hex, len(self.replicas)) not in least:
             pass
         return made_up
-
-    async def close_session(self, session_id: str, owner: str) -> None:
-        home = self._home(session_id)
-        if home is None:
-            raise SessionNotFoundError(
-                f"there is no session {quote(session_id)}: its replica is down", param="session_id"
-            )
-        await home.client.close_session(session_id, owner)
 
     def leave(self, routed: RoutedRequest) -> None:
         self._in_flight[routed.index] -= routed.request.sampling.n
@@ -215,39 +213,6 @@ class Router:
     def wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    async def flush_cache(self, *, idle: bool) -> bool:
-        if not idle:
-            return False
-        serving = self._serving()
-        done = await asyncio.gather(*(replica.client.flush_cache() for replica in serving))
-        for replica, empty in zip(serving, done, strict=True):
-            if empty:
-                self._policy.reset(replica.index, replica.client.max_total_tokens)
-        return all(done)
-
-    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        """See `EngineClient.start_profile`. Several replicas record to subfolders of `folder`: all, or none."""
-        serving = self._some_serving()
-        if self._is_single:
-            return [await serving[0].client.start_profile(folder, steps)]
-        return await start_profiles(serving, [f"{folder}/replica-{one.index}" for one in serving], steps)
-
-    async def stop_profile(self) -> list[str]:
-        serving = self._some_serving()
-        return [await serving[0].client.stop_profile()] if self._is_single else await stop_profiles(serving)
-
-    async def states(self) -> list[dict[str, object]]:
-        return await asyncio.gather(*(self._state(replica) for replica in self.replicas))
-
-    async def cache_reports(self) -> list[dict[str, object]]:
-        serving = self._serving()
-        reports = await asyncio.gather(*(replica.client.cache_reports() for replica in serving))
-        return [
-            {**report, "replica": replica.index}
-            for replica, of_one in zip(serving, reports, strict=True)
-            for report in of_one
-        ]
 
     async def drain(self, index: int | None, timeout: float | None = None) -> None:
         """See `EngineClient.drain`. Raises `ParameterError` if there is no such replica, if it is a separate server or
@@ -349,17 +314,6 @@ class Router:
             restarts=replica.restarts,
             last_end=replica.last_end,
         )
-
-    async def _state(self, replica: Replica[Link]) -> dict[str, object]:
-        known: dict[str, object] = {"replica": replica.index, "replica_state": replica.state.value}
-        if replica.state is not ReplicaState.SERVING:
-            return known
-        try:
-            return known | await asyncio.wait_for(replica.client.state(), STATE_SECONDS)
-        except TimeoutError:
-            return known | {"error": f"no answer within {STATE_SECONDS:g} s"}
-        except EngineDeadError as error:
-            return known | {"replica_state": ReplicaState.DEAD.value, "error": error.message}
 
 
 _MEANS: dict[str, Callable[[Sequence[float]], float]] = {"new_token_reserve": lambda values: sum(values) / len(values)}

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
+
+import msgspec
 
 from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.link import Link, RoutedRequest
-from sglang_jax.engine.types import (
-    GenerateInput,
-    ModelInfo,
-    OutputDelta,
-    ReplicaLoad,
-    ReplicaState,
-    SessionOptions,
-)
+from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, ReplicaState
 from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.commands import SessionCommand
+from sglang_jax.scheduler.messages import Command, Result, SchedulerStats
 
 
 class SingleLink:
@@ -66,17 +61,11 @@ class SingleLink:
     def wake(self) -> None:
         """Does nothing: no request waits in `choose`."""
 
-    async def open_session(self, options: SessionOptions) -> str:
-        session_id = options.session_id or uuid.uuid4().hex
-        await self._link.open_session(replace(options, session_id=session_id))
-        return session_id
-
-    async def close_session(self, session_id: str, owner: str) -> None:
-        await self._link.close_session(session_id, owner)
-
-    async def flush_cache(self, *, idle: bool) -> bool:
-        """See `Links.flush_cache`. The core checks by itself whether it is idle."""
-        return await self._link.flush_cache()
+    async def call(self, command: Command[Result], *, idle: bool) -> Result:
+        """See `Links.call`. The core checks by itself whether it is idle."""
+        if isinstance(command, SessionCommand) and not command.id:
+            command = msgspec.structs.replace(command, id=uuid.uuid4().hex)
+        return await self._link.call(command)
 
     def loads(self) -> list[ReplicaLoad]:
         return [
@@ -89,18 +78,6 @@ class SingleLink:
                 silent_seconds=self._link.silent_seconds,
             )
         ]
-
-    async def states(self) -> list[dict[str, object]]:
-        return [await self._link.state()]
-
-    async def cache_reports(self) -> list[dict[str, object]]:
-        return await self._link.cache_reports()
-
-    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        return [await self._link.start_profile(folder, steps)]
-
-    async def stop_profile(self) -> list[str]:
-        return [await self._link.stop_profile()]
 
     async def drain(self, index: int | None, timeout: float | None) -> None:
         raise ParameterError(

@@ -15,18 +15,7 @@ from sglang_jax.engine.output_buffer import LazyOutput
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import DraftCounts, SchedulerStats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions:
-    """Options of a new session. `session_id`: generated if None; `owner`: the only tenant that may use it; `streaming`:
-    turns may leave out `after`; `timeout`: seconds without a turn after which it is closed; None: the default."""
-
-    session_id: str | None = None
-    owner: str = ""
-    streaming: bool = True
-    timeout: float | None = None
+from sglang_jax.scheduler.messages import Command, DraftCounts, Result, SchedulerStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,33 +340,9 @@ class EngineClient(Protocol):
 
     def abort_all(self) -> None: ...
 
-    async def open_session(self, options: SessionOptions) -> str:
-        """Opens a session and returns its id. Raises `SessionLimitError`, `EngineDeadError`, `ParameterError`."""
-        ...
-
-    async def close_session(self, session_id: str, owner: str) -> None:
-        """Closes a session; a running turn still finishes. Raises `SessionNotFoundError`, `EngineDeadError`."""
-        ...
-
-    async def flush_cache(self) -> bool:
-        """Clears the prefix caches of all serving replicas; False, and nothing cleared, while requests run or queue."""
-        ...
-
-    async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        """Makes each serving replica record its next `steps` steps; None: all until `stop_profile`. Returns the
-        folders. Raises `ParameterError` during a recording, or for a bad folder; `EngineDeadError`."""
-        ...
-
-    async def stop_profile(self) -> list[str]:
-        """Stops recording, returns the folders once written. Raises `ParameterError` without one, `EngineDeadError`."""
-        ...
-
-    async def states(self) -> list[dict[str, object]]:
-        """Figures of each replica's scheduler and runner, for `/server_info`. Raises `EngineDeadError`."""
-        ...
-
-    async def cache_reports(self) -> list[dict[str, object]]:
-        """Each serving replica's prefix cache as `CacheReport`, plus its number `replica`. Raises `EngineDeadError`."""
+    async def call(self, command: Command[Result]) -> Result:
+        """Executes a control command; its class in `scheduler/commands.py` describes the result. Raises `RequestError`
+        if it is refused, `EngineDeadError`."""
         ...
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionOptions, SessionTurnInput, TextTokenizer
+from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionTurnInput, TextTokenizer
 from sglang_jax.errors import ParameterError, PromptTooLongError, quote
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
+from sglang_jax.scheduler.commands import OpenSession
 
 MAX_PROMPT_LOGPROBS = 2**20
 """Maximum logprobs of prompts in one answer, with alternatives, for n completions: up to about a hundred bytes each."""
@@ -47,9 +48,10 @@ def check_input(request: GenerateInput, info: ModelInfo) -> None:
         )
 
 
-def check_session(options: SessionOptions) -> None:
-    """Checks the options of a session. Raises `ParameterError` naming the field."""
-    session_id, timeout = options.session_id, options.timeout
+def new_session(
+    session_id: str | None, owner: str = "", *, streaming: bool = True, timeout: float | None = None
+) -> OpenSession:
+    """Checks the options of a session. `session_id`: None to get one. Raises `ParameterError` naming the field."""
     if session_id is not None:
         if not isinstance(session_id, str) or not session_id:
             raise ParameterError(
@@ -57,11 +59,10 @@ def check_session(options: SessionOptions) -> None:
                 param="session_id",
             )
         _check_text("session_id", session_id)
-    if timeout is None:
-        return
     is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not (is_number and 0.0 < timeout <= sys.float_info.max):
+    if timeout is not None and not (is_number and 0.0 < timeout <= sys.float_info.max):
         raise ParameterError(f"timeout must be a positive number of seconds, got {quote(timeout)}", param="timeout")
+    return OpenSession(session_id or "", owner, streaming, timeout)
 
 
 def _check_turn(request: GenerateInput, turn: SessionTurnInput) -> None:

@@ -13,23 +13,18 @@ from sglang_jax.errors import RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.runner.protocol import Runner, RunnerReport
 from sglang_jax.runner.pulse import Pulse
+from sglang_jax.scheduler import commands
 from sglang_jax.scheduler.expert_watch import ExpertWatch
 from sglang_jax.scheduler.messages import (
     AbortRequest,
     Channel,
-    CloseSession,
-    FlushCache,
-    GetCacheReport,
-    GetState,
+    Command,
     Inbound,
     NewRequest,
-    OpenSession,
     Reply,
     SchedulerStats,
     Shutdown,
-    StartProfile,
     StateValue,
-    StopProfile,
     StopRequest,
 )
 from sglang_jax.scheduler.profiling import Profiling
@@ -127,46 +122,41 @@ class SchedulerLoop:
                 self.scheduler.abort(message.id)
             case StopRequest():
                 self.scheduler.stop(message.id, message.num_tokens)
-            case OpenSession() | CloseSession():
-                self._serve_session(message)
-            case FlushCache():
-                done = self.scheduler.flush_cache()
-                waiting = "" if done else f"{len(self.scheduler.requests)} requests run or wait"
-                self._channel.send(Reply(message.call, done, waiting))
-            case GetState():
-                self._channel.send(Reply(message.call, True, state=self._state()))
-            case GetCacheReport():
-                report = msgspec.json.encode(self.scheduler.report_cache())
-                self._channel.send(Reply(message.call, True, report=report))
-            case StartProfile() | StopProfile():
-                self._serve_profile(message)
+            case Command():
+                self._channel.send(self._answer(message))
             case Shutdown():
                 self._draining = True
                 self._stopped = not message.drain
 
-    def _serve_session(self, message: OpenSession | CloseSession) -> None:
-        sessions = self.scheduler.sessions
+    def _answer(self, command: Command[object]) -> Reply:
         try:
-            if isinstance(message, OpenSession):
-                sessions.open(message)
-            else:
-                sessions.close(message.id, message.owner)
+            return self._execute(command)
         except RequestError as error:
-            self._channel.send(Reply(message.call, False, error.message, error=wire_error(error)))
-        else:
-            self._channel.send(Reply(message.call, True))
+            return Reply(command.call, False, error.message, error=wire_error(error))
 
-    def _serve_profile(self, message: StartProfile | StopProfile) -> None:
-        try:
-            if isinstance(message, StartProfile):
-                folder = message.folder
-                self._profiling.start(folder, message.steps, self.scheduler.log.steps)
-            else:
-                folder = self._profiling.stop()
-        except RequestError as error:
-            self._channel.send(Reply(message.call, False, error.message, error=wire_error(error)))
-        else:
-            self._channel.send(Reply(message.call, True, folder))
+    def _execute(self, command: Command[object]) -> Reply:
+        """Raises `RequestError` if the command is refused."""
+        scheduler, call = self.scheduler, command.call
+        match command:
+            case commands.OpenSession():
+                scheduler.sessions.open(command)
+                return Reply(call, True)
+            case commands.CloseSession():
+                scheduler.sessions.close(command.id, command.owner)
+                return Reply(call, True)
+            case commands.FlushCache():
+                done = scheduler.flush_cache()
+                return Reply(call, done, "" if done else f"{len(scheduler.requests)} requests run or wait")
+            case commands.GetState():
+                return Reply(call, True, state=self._state())
+            case commands.GetCacheReport():
+                return Reply(call, True, report=msgspec.json.encode(scheduler.report_cache()))
+            case commands.StartProfile(folder, steps):
+                self._profiling.start(folder, steps, scheduler.log.steps)
+                return Reply(call, True, folder)
+            case commands.StopProfile():
+                return Reply(call, True, self._profiling.stop())
+        raise RequestError(f"the engine has no case for {type(command).__name__}")
 
     def _publish_stats(self) -> None:
         now = time.monotonic()

@@ -7,11 +7,14 @@ client chooses, unique for the lifetime of the client.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
 from sglang_jax.sampling.params import SamplingParams
+
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
 
 
 class SessionTurn(msgspec.Struct, frozen=True, array_like=True):
@@ -73,56 +76,19 @@ class StopRequest(msgspec.Struct, tag="stop", frozen=True):
     num_tokens: int = -1
 
 
-class OpenSession(msgspec.Struct, tag="open_session", frozen=True):
-    """Answered by `Reply`. `owner`: the only one who may use it; `streaming`: a turn need not name the turn that it
-    follows; `timeout`: seconds without a turn after which the session is closed, None for the engine's default."""
+class Command(msgspec.Struct, Generic[Result_co], frozen=True, kw_only=True):
+    """A control command. Its `Reply` has the same `call`, a number that the link chooses. `Result_co`: what the caller
+    gets. All commands are in `commands.py`."""
 
-    call: int
-    id: str
-    owner: str
-    streaming: bool = False
-    timeout: float | None = None
+    call: int = 0
 
+    def read(self, reply: Reply) -> Result_co:
+        """Returns the result of one engine, from a reply without an error."""
+        raise NotImplementedError
 
-class CloseSession(msgspec.Struct, tag="close_session", frozen=True):
-    """Answered by `Reply`. A running turn continues to its end."""
-
-    call: int
-    id: str
-    owner: str
-
-
-class FlushCache(msgspec.Struct, tag="flush", frozen=True):
-    """Empties the prefix cache. Answered by `Reply(ok=...)`; refused while requests run or wait."""
-
-    call: int
-
-
-class GetCacheReport(msgspec.Struct, tag="cache_report", frozen=True):
-    """Answered by `Reply` whose `report` is a `CacheReport`, encoded as JSON."""
-
-    call: int
-
-
-class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
-    """Records a profile of the runner into a folder, for `steps` steps or until `StopProfile` (None). Answered by
-    `Reply`."""
-
-    call: int
-    folder: str
-    steps: int | None = None
-
-
-class StopProfile(msgspec.Struct, tag="stop_profile", frozen=True):
-    """Ends the recording and writes it. Answered by `Reply` after that."""
-
-    call: int
-
-
-class GetState(msgspec.Struct, tag="state", frozen=True):
-    """Answered by `Reply` with the figures of scheduler and runner in `state`."""
-
-    call: int
+    def for_replica(self, index: int) -> Self:
+        """Returns the command as this one of several replicas gets it."""
+        return self
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
@@ -131,19 +97,8 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     drain: bool = True
 
 
-Inbound = (
-    NewRequest
-    | AbortRequest
-    | StopRequest
-    | OpenSession
-    | CloseSession
-    | FlushCache
-    | GetState
-    | GetCacheReport
-    | StartProfile
-    | StopProfile
-    | Shutdown
-)
+OneWay = NewRequest | AbortRequest | StopRequest | Shutdown
+Inbound = OneWay | Command[Any]
 
 
 class WireLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -325,7 +280,7 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, tag="reply", frozen=True):
-    """The answer to the inbound message with the same `call`. `error`: why it was refused."""
+    """The answer to the command with the same `call`. `error`: why it was refused."""
 
     call: int
     ok: bool

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from sglang_jax.errors import ParameterError, SessionBusyError, SessionLimitError, SessionNotFoundError, quote
 from sglang_jax.mem_cache.pins import Kept, Pin, Pins
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace
-from sglang_jax.scheduler.messages import OpenSession, SessionTurn
+from sglang_jax.scheduler.commands import OpenSession
+from sglang_jax.scheduler.messages import SessionTurn
 
 if TYPE_CHECKING:
     from sglang_jax.scheduler.request import Request

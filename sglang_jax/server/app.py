@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import EngineClient
-from sglang_jax.server import management
+from sglang_jax.server import control, management
 from sglang_jax.server.auth import ApiKeyMiddleware, HeadAsGet, WithoutTrailingSlash
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
@@ -47,7 +47,7 @@ def create_app(context: ServerContext) -> FastAPI:
         management.health_router(context),
         management.information_router(context),
         loads_router(context.client),
-        management.control_router(context),
+        control.control_router(context),
         management.tokenizer_router(context),
         metrics_router(context.metrics),
     )

@@ -1,25 +1,24 @@
-"""Routes for health, information, control and tokenization."""
+"""Routes for health, information and tokenization."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from pathlib import PurePosixPath
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
-from pydantic import Field
+from fastapi import APIRouter, Request, Response
 
 from sglang_jax.about import version
 from sglang_jax.engine.types import EngineClient, GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_characters, check_repeated
-from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError, cut
+from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.server.callers import require_admin
+from sglang_jax.scheduler.commands import GetCacheReport, GetState
 from sglang_jax.server.context import ServerContext, new_id
+from sglang_jax.server.control import OPERATORS_ONLY
 from sglang_jax.server.errors import ShuttingDownError, UnavailableError
-from sglang_jax.server.fields import Body, OneOrMany, ShortText, TokenIds, as_list
+from sglang_jax.server.fields import Body, OneOrMany, TokenIds, as_list
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.streaming import json_response, until_disconnect
 
@@ -36,38 +35,6 @@ MAX_TOKENIZED = 2**21
 DETOKENIZED = 2**18
 """Token ids that `/detokenize` accepts, or `TOKENIZED_CONTEXTS` if more. Each takes 40 bytes or more until it is
 text."""
-
-MAX_PROFILED_STEPS = 10_000
-"""Maximum steps of one profile, which is held in memory until it is written."""
-
-OPERATORS_ONLY = [Depends(require_admin)]
-
-
-class CacheBusyError(RequestError):
-    """The prefix cache cannot be emptied while requests run or wait."""
-
-    code = "engine_busy"
-
-
-class AbortBody(Body):
-    """`POST /abort_request`."""
-
-    rid: ShortText | None = None
-    abort_all: bool | None = None
-
-
-class DrainBody(Body):
-    """`POST /drain_replica`. Without a number all replicas are drained, one after the other."""
-
-    replica: int | None = None
-
-
-class ProfileBody(Body):
-    """`POST /start_profile`. `num_steps`: the profile ends by itself after this many steps. `output_dir`: a folder in
-    `--profile-dir`."""
-
-    num_steps: int | None = Field(None, ge=1, le=MAX_PROFILED_STEPS)
-    output_dir: str | None = None
 
 
 class TokenizeBody(Body):
@@ -177,80 +144,17 @@ def information_router(context: ServerContext) -> APIRouter:
     @router.get("/cache_report", dependencies=OPERATORS_ONLY)
     async def cache_report() -> Response:
         """Contents of each replica's prefix cache: pools, the largest and most used nodes of the tree, sessions."""
-        return json_response({"replicas": await context.client.cache_reports()})
+        return json_response({"replicas": await context.client.call(GetCacheReport())})
 
     @router.get("/get_server_info", dependencies=OPERATORS_ONLY)
     @router.get("/server_info", dependencies=OPERATORS_ONLY)
     async def server_info() -> dict[str, Any]:
         """All options except API keys, and the state of scheduler and runner."""
-        states = await context.client.states()
+        states = await context.client.call(GetState())
         options = config.model_dump(mode="json", exclude={"api_key", "admin_api_key"})
         return {**options, "version": version(), "internal_states": states}
 
     return router
-
-
-def control_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(route_class=JsonRoute)
-
-    @router.get("/flush_cache", dependencies=OPERATORS_ONLY)
-    @router.post("/flush_cache", dependencies=OPERATORS_ONLY)
-    async def flush_cache() -> dict[str, object]:
-        """Empties the prefix cache. While requests are running or queued it does nothing and returns 400."""
-        if not await context.client.flush_cache():
-            raise CacheBusyError(
-                "the prefix cache cannot be cleared while requests are running or queued; try again when the server "
-                "is idle"
-            )
-        return {"success": True, "message": "the prefix cache is empty"}
-
-    @router.post("/abort_request")
-    async def abort_request(body: AbortBody) -> dict[str, object]:
-        """Aborts the request with this id, or all requests (operators only). Unknown ids, and those of other keys, are
-        ignored."""
-        if body.abort_all:
-            await require_admin()
-            context.client.abort_all()
-        elif body.rid:
-            context.abort(body.rid)
-        else:
-            raise ParameterError("one of rid and abort_all must be given", param="rid")
-        return {"success": True}
-
-    @router.post("/start_profile", dependencies=OPERATORS_ONLY)
-    async def start_profile(body: ProfileBody | None = None) -> dict[str, object]:
-        """Starts a profile of each replica in `--profile-dir`, for `num_steps` steps or until `/stop_profile`."""
-        asked = body or ProfileBody()
-        folder = profile_folder(context.config.profile_dir, asked.output_dir)
-        return {"success": True, "folders": await context.client.start_profile(folder, asked.num_steps)}
-
-    @router.post("/stop_profile", dependencies=OPERATORS_ONLY)
-    async def stop_profile() -> dict[str, object]:
-        """Stops the profile; returns once it is written."""
-        return {"success": True, "folders": await context.client.stop_profile()}
-
-    @router.post("/drain_replica", dependencies=OPERATORS_ONLY)
-    async def drain_replica(body: DrainBody) -> dict[str, object]:
-        """Drains a replica (for `--drain-timeout` at most) and restarts it, or all of them in turn; returns when they
-        serve again. Continues if the client disconnects."""
-        await asyncio.shield(context.client.drain(body.replica, context.config.drain_timeout))
-        return {"success": True}
-
-    return router
-
-
-def profile_folder(root: str | None, within: str | None) -> str:
-    """Returns the folder `within` the `root`. Raises `ParameterError` without `root`, and if the folder is outside."""
-    if root is None:
-        raise ParameterError("profiling is off: start the server with --profile-dir FOLDER", param="output_dir")
-    if within is None:
-        return root
-    parts = PurePosixPath(within).parts
-    if not parts or within.startswith("/") or ".." in parts or "\0" in within:
-        raise ParameterError(
-            f"output_dir must be a folder inside --profile-dir, such as run-1, got {cut(within)!r}", param="output_dir"
-        )
-    return f"{root.rstrip('/')}/{'/'.join(parts)}"
 
 
 def tokenizer_router(context: ServerContext) -> APIRouter:

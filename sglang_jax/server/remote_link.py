@@ -14,9 +14,11 @@ import httpx2
 import msgspec
 
 from sglang_jax.engine.output import RequestOutputs
-from sglang_jax.engine.types import ModelInfo, SessionOptions, TextTokenizer
+from sglang_jax.engine.types import ModelInfo, TextTokenizer
 from sglang_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.commands import SessionCommand
+from sglang_jax.scheduler.messages import Command, Result, SchedulerStats
+from sglang_jax.server.control import REMOTE_CALLS, RemoteCall
 from sglang_jax.server.remote_format import (
     add_answer,
     event_of,
@@ -30,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 """Timeout of connecting, and of requests that do not use the model."""
-
-PROFILE_SECONDS = 600.0
-"""Timeout of starting or writing a profile: one of many steps has hundreds of megabytes."""
 
 HEALTH_SECONDS = 1.0
 """Seconds between two polls of a server's health and load."""
@@ -142,63 +141,29 @@ class RemoteLink:
             run.task.cancel()
             self._in_flight -= outputs.request.sampling.n
 
-    async def open_session(self, options: SessionOptions) -> None:
-        assert options.session_id is not None
-        body = {
-            "capacity_of_str_len": 0,
-            "session_id": options.session_id,
-            "streaming": options.streaming,
-            "timeout": options.timeout,
-        }
-        await self._post("/open_session", body, tenant_headers(options.owner))
-
-    async def close_session(self, session_id: str, owner: str) -> None:
-        await self._post("/close_session", {"session_id": session_id}, tenant_headers(owner))
-
-    async def _post(self, path: str, body: dict[str, object], headers: dict[str, str]) -> None:
+    async def call(self, command: Command[Result]) -> Result:
+        """See `Link.call`. A profile is written to that server's own folder."""
+        remote: RemoteCall[Any, Result] = REMOTE_CALLS[type(command)]
+        headers = tenant_headers(command.owner) if isinstance(command, SessionCommand) else {}
+        timeout = httpx2.Timeout(remote.seconds or CONNECT_SECONDS, connect=CONNECT_SECONDS)
+        request = asyncio.create_task(
+            self._http.request(remote.method, remote.path, json=remote.body(command), headers=headers, timeout=timeout)
+        )
         try:
-            response = await self._http.post(path, json=body, headers=headers, timeout=CONNECT_SECONDS)
+            either: list[asyncio.Future[Any]] = [request, self._over]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not request.done():
+                raise EngineDeadError(f"{self.address}: {self._over.result()}")
+            response = request.result()
         except httpx2.TransportError as error:
             raise EngineDeadError(f"{self.address} does not answer: {type(error).__name__} {error}") from error
-        if response.status_code != 200:
-            raise self._error(response)
-
-    async def flush_cache(self) -> bool:
-        response = await self._call("POST", "/flush_cache")
-        return response.status_code == 200
-
-    async def start_profile(self, folder: str, steps: int | None) -> str:
-        """See `Link.start_profile`. The profile is written to that server's own folder."""
-        return await self._profile("/start_profile", {} if steps is None else {"num_steps": steps})
-
-    async def stop_profile(self) -> str:
-        return await self._profile("/stop_profile", {})
-
-    async def _profile(self, path: str, body: dict[str, object]) -> str:
-        call = asyncio.create_task(self._call("POST", path, body, PROFILE_SECONDS))
-        try:
-            either: list[asyncio.Future[Any]] = [call, self._over]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                raise EngineDeadError(f"{self.address}: {self._over.result()}")
         finally:
-            call.cancel()
-        response = call.result()
-        if response.status_code != 200:
-            raise self._error(response)
-        return ", ".join(f"{self.address}: {folder}" for folder in response.json()["folders"])
-
-    async def state(self) -> dict[str, object]:
-        response = await self._call("GET", "/server_info")
-        states = response.json()["internal_states"]
-        return dict(states[0]) if len(states) == 1 else {"replicas": states}
-
-    async def cache_reports(self) -> list[dict[str, object]]:
-        response = await self._call("GET", "/cache_report")
-        if response.status_code != 200:
-            raise self._error(response)
-        reports: list[dict[str, object]] = response.json()["replicas"]
-        return reports
+            request.cancel()
+        if response.status_code == 200:
+            return remote.read(response.json(), self.address)
+        if remote.otherwise is not None:
+            return remote.otherwise
+        raise self._error(response)
 
     async def ended(self) -> str:
         return await asyncio.shield(self._over)
@@ -292,15 +257,6 @@ class RemoteLink:
             await self._http.post("/abort_request", json={"rid": request_id}, timeout=CONNECT_SECONDS)
         except httpx2.TransportError as error:
             logger.warning("Could not send the abort of a request to %s: %s", self.address, error)
-
-    async def _call(
-        self, method: str, path: str, body: dict[str, object] | None = None, seconds: float = CONNECT_SECONDS
-    ) -> httpx2.Response:
-        timeout = httpx2.Timeout(seconds, connect=CONNECT_SECONDS)
-        try:
-            return await self._http.request(method, path, json=body, timeout=timeout)
-        except httpx2.TransportError as error:
-            raise EngineDeadError(f"{self.address} does not answer: {type(error).__name__} {error}") from error
 
     async def _keep_polling(self) -> None:
         missed = 0

@@ -7,7 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from sglang_jax.engine.types import SessionOptions
+from sglang_jax.engine.validation import new_session
+from sglang_jax.scheduler.commands import CloseSession
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.errors import ShuttingDownError
@@ -38,17 +39,15 @@ def sessions_router(context: ServerContext) -> APIRouter:
         if context.draining:
             raise ShuttingDownError("the server is shutting down and opens no new sessions")
         owner = current_caller().tenant(tenant_of(request.headers))
-        options = SessionOptions(
-            session_id=body.session_id, owner=owner, streaming=bool(body.streaming), timeout=body.timeout
-        )
-        return await context.client.open_session(options)
+        command = new_session(body.session_id, owner, streaming=bool(body.streaming), timeout=body.timeout)
+        return await context.client.call(command)
 
     @router.post("/close_session")
     async def close_session(body: CloseSessionBody, request: Request) -> dict[str, object]:
         """Closes a session of this API key; a running turn still finishes. Its KV in memory becomes an ordinary cached
         prefix."""
         owner = current_caller().tenant(tenant_of(request.headers))
-        await context.client.close_session(body.session_id, owner)
+        await context.client.call(CloseSession(body.session_id, owner))
         return {"success": True}
 
     return router

@@ -22,8 +22,9 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_backend
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.commands import GetState
 from sglang_jax.scheduler.loop import SchedulerLoop
-from sglang_jax.scheduler.messages import GetState, NewRequest, Reply
+from sglang_jax.scheduler.messages import NewRequest, Reply
 
 Served = tuple[EngineConfig, Runner]
 CASE = FAMILIES["qwen3_moe"]
@@ -92,7 +93,7 @@ def test_counts_are_those_of_a_router_in_numpy(served: Served) -> None:
         channel.inbox.append(NewRequest(id=number, token_ids=token_ids, sampling=sampling))
     while len(channel.finished) < len(prompts) or not loop.scheduler.idle:
         loop.turn()
-    channel.inbox.append(GetState(1))
+    channel.inbox.append(GetState(call=1))
     loop.turn()
 
     sequences = [prompt + channel.output(number)[:-1] for number, prompt in enumerate(prompts)]
@@ -119,7 +120,7 @@ def test_without_the_option_there_are_no_counts(backend: str, tmp_path: Path) ->
     config = options(folder, backend).model_copy(update={"enable_expert_distribution_metrics": False})
     runner = load_backend(config)(config, open_checkpoint(str(folder)))
     channel = RecordingChannel()
-    channel.inbox.append(GetState(1))
+    channel.inbox.append(GetState(call=1))
     SchedulerLoop(runner, (), config, channel).turn()
     (reply,) = [message for message in channel.messages if isinstance(message, Reply)]
     assert "expert_tokens" not in reply.state

@@ -20,7 +20,8 @@ from sglang_jax.mem_cache.state_group import MIN_GAIN
 from sglang_jax.runner.backends import load_backend
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import NewRequest, OpenSession, SessionTurn
+from sglang_jax.scheduler.commands import OpenSession
+from sglang_jax.scheduler.messages import NewRequest, SessionTurn
 from sglang_jax.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 4
@@ -126,7 +127,7 @@ def test_session_turns_equal_transformers(served: tuple[torch.nn.Module, EngineC
     history: dict[str, list[int]] = {"a": [], "b": []}
     rng = np.random.default_rng(5)
     for name in history:
-        scheduler.sessions.open(OpenSession(0, name, "", True))
+        scheduler.sessions.open(OpenSession(name, "", True))
     for number in range(12):
         name, new = "abc"[number % 3], rng.integers(3, TINY_VOCAB_SIZE, 5 + number).tolist()
         turn = None if name == "c" else SessionTurn(name, "", str(number))

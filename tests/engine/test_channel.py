@@ -15,10 +15,10 @@ from sglang_jax.engine import channel
 from sglang_jax.engine.channel import ClientChannel, CoreChannel, Published
 from sglang_jax.errors import EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.commands import GetState
 from sglang_jax.scheduler.messages import (
     AbortRequest,
     Finished,
-    GetState,
     NewRequest,
     Reply,
     Started,
@@ -143,7 +143,7 @@ async def test_messages_in_both_directions_at_once_all_arrive(ends: tuple[Client
     thread = threading.Thread(target=echo)
     thread.start()
     for call in range(count):
-        client.send(GetState(call))
+        client.send(GetState(call=call))
         if call % 7 == 0:
             await asyncio.sleep(0)
     await asyncio.wait_for(until(replies, count + 1), 20)
@@ -192,7 +192,7 @@ async def test_waiting_costs_no_processor_time(ends: tuple[ClientChannel, CoreCh
     thread = threading.Thread(target=wait)
     thread.start()
     await asyncio.sleep(0.3)
-    client.send(GetState(1))
+    client.send(GetState(call=1))
     await asyncio.to_thread(thread.join)
     assert spent[0] == 1
     assert spent[1] < 0.05
@@ -202,9 +202,9 @@ async def test_sending_without_a_receiver_is_an_error(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = ClientChannel(context, f"ipc://{tmp_path}/nobody")
     with pytest.raises(EngineDeadError, match="engine has ended"):
-        client.send(GetState(0))
+        client.send(GetState(call=0))
     client.close()
     with pytest.raises(EngineDeadError, match="shut down"):
-        client.send(GetState(0))
+        client.send(GetState(call=0))
     client.close()
     context.term()

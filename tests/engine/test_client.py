@@ -19,6 +19,7 @@ from sglang_jax.engine.prompt_reader import LONG_TEXT
 from sglang_jax.engine.types import FinishKind, GenerateInput, TokenLogprob
 from sglang_jax.errors import CapacityError, EngineDeadError, ParameterError, PromptTooLongError
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.commands import FlushCache, GetState
 
 LONG = SamplingParams(max_new_tokens=None, ignore_eos=True)
 
@@ -45,12 +46,12 @@ async def slow_client() -> AsyncIterator[AsyncEngineClient]:
 
 async def seen(client: AsyncEngineClient) -> list[dict[str, Any]]:
     """The requests as they reached the core."""
-    state = (await client.states())[0]
+    state = (await client.call(GetState()))[0]
     return list(json.loads(str(state["seen"])))
 
 
 async def events(client: AsyncEngineClient, kind: str) -> list[int]:
-    return list(json.loads(str((await client.states())[0][kind])))
+    return list(json.loads(str((await client.call(GetState()))[0][kind])))
 
 
 async def test_one_finished_output(client: AsyncEngineClient) -> None:
@@ -218,7 +219,7 @@ async def test_closing_early_aborts(slow_client: AsyncEngineClient) -> None:
     await anext(outputs)
     await outputs.aclose()
     assert sorted(await events(slow_client, "aborted")) == [message["id"] for message in await seen(slow_client)]
-    assert (await slow_client.states())[0]["running"] == 0
+    assert (await slow_client.call(GetState()))[0]["running"] == 0
 
 
 async def test_cancelled_task_aborts(slow_client: AsyncEngineClient) -> None:
@@ -270,7 +271,7 @@ async def test_slow_reader_gets_fewer_and_larger_pieces(client: AsyncEngineClien
     request = GenerateInput(prompt=text, sampling=SamplingParams(max_new_tokens=None), stream=True)
     reader = outputs_of(client, request)
     outputs = [await anext(reader)]
-    while (await client.states())[0]["running"]:
+    while (await client.call(GetState()))[0]["running"]:
         await asyncio.sleep(0.01)
     outputs += [output async for output in reader]
     assert len(outputs) <= 3
@@ -279,13 +280,13 @@ async def test_slow_reader_gets_fewer_and_larger_pieces(client: AsyncEngineClien
 
 
 async def test_flush_state_and_stats(slow_client: AsyncEngineClient) -> None:
-    assert await slow_client.flush_cache()
+    assert await slow_client.call(FlushCache())
     outputs = slow_client.generate(GenerateInput(prompt="abc", sampling=LONG, stream=True))
     await anext(outputs)
     await anext(outputs)
-    assert not await slow_client.flush_cache()
+    assert not await slow_client.call(FlushCache())
     assert slow_client.stats.num_running == 1
-    assert (await slow_client.states())[0]["running"] == 1
+    assert (await slow_client.call(GetState()))[0]["running"] == 1
     await outputs.aclose()
 
 
@@ -316,7 +317,7 @@ async def test_close_at_once_fails_what_is_in_flight_and_cuts_a_drain_short() ->
     with pytest.raises(EngineDeadError, match="shut down"):
         await task
     with pytest.raises(EngineDeadError, match="shut down"):
-        await client.states()
+        await client.call(GetState())
 
 
 async def test_failure_of_the_core_fails_all_requests() -> None:
@@ -332,5 +333,5 @@ async def test_failure_of_the_core_fails_all_requests() -> None:
     with pytest.raises(EngineDeadError, match="the echo broke"):
         await collect(client, GenerateInput(prompt="abc"))
     with pytest.raises(EngineDeadError, match="the echo broke"):
-        await client.flush_cache()
+        await client.call(FlushCache())
     await client.close()

@@ -33,6 +33,7 @@ from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.types import GenerateInput, ReplicaState
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.commands import FlushCache, GetState
 
 LONG = SamplingParams(max_new_tokens=None, ignore_eos=True)
 
@@ -52,7 +53,7 @@ async def client() -> AsyncIterator[AsyncEngineClient]:
 
 
 async def core_pid(client: AsyncEngineClient) -> int:
-    pid = (await client.states())[0]["pid"]
+    pid = (await client.call(GetState()))[0]["pid"]
     assert isinstance(pid, int)
     return pid
 
@@ -121,7 +122,7 @@ async def test_memory_that_loading_freed_goes_back() -> None:
 
 async def test_drain_delivers_all_outputs_before_the_process_ends(client: AsyncEngineClient) -> None:
     task = asyncio.create_task(collect(client, GenerateInput(prompt="abc" * 20)))
-    while (await client.states())[0]["seen"] == "[]":
+    while (await client.call(GetState()))[0]["seen"] == "[]":
         await asyncio.sleep(0.001)
     await client.close(drain=True)
     ((output,),) = await asyncio.gather(task)
@@ -141,7 +142,7 @@ async def test_killed_process_is_noticed_at_once(client: AsyncEngineClient) -> N
         with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
             await task
     assert not client.alive
-    for attempt in (client.states(), client.flush_cache(), collect(client, GenerateInput(prompt="a"))):
+    for attempt in (client.call(GetState()), client.call(FlushCache()), collect(client, GenerateInput(prompt="a"))):
         with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
             await attempt
     client.abort_all()

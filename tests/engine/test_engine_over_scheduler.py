@@ -25,6 +25,7 @@ from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.types import FinishKind, GenerateInput
 from sglang_jax.errors import NumericalError, QueueFullError
 from sglang_jax.runner.fake_model import Oracle
+from sglang_jax.scheduler.commands import FlushCache, GetState
 
 ORACLE = Oracle(FAKE_VOCAB_SIZE)
 LONG = SamplingParams(max_new_tokens=None, ignore_eos=True, seed=1)
@@ -53,7 +54,7 @@ async def assert_nothing_is_held(client: AsyncEngineClient) -> None:
     """At once, except for the step in flight."""
     held = None
     for _ in range(200):
-        state = (await client.states())[0]
+        state = (await client.call(GetState()))[0]
         held = (state["num_running"], state["num_waiting"], state["num_used_tokens"])
         if held == (0, 0, 0):
             return
@@ -115,7 +116,7 @@ async def test_a_prefix_is_matched_again(client: AsyncEngineClient) -> None:
     (first,) = await collect(client, request)
     (second,) = await collect(client, request)
     assert (first.cached_tokens, second.cached_tokens) == (0, 20)
-    assert await client.flush_cache()
+    assert await client.call(FlushCache())
     (third,) = await collect(client, request)
     assert third.cached_tokens == 0
 
@@ -172,7 +173,7 @@ async def test_numerical_error_touches_no_other_request() -> None:
 async def test_drain_finishes_what_was_accepted(client: AsyncEngineClient) -> None:
     tasks = [asyncio.create_task(collect(client, GenerateInput(prompt=f"drain {i}", sampling=LONG))) for i in range(12)]
     await asyncio.sleep(0)
-    await client.states()
+    await client.call(GetState())
     await client.close(drain=True)
     for i, (output,) in enumerate(await asyncio.gather(*tasks)):
         assert output.output_ids == expected(f"drain {i}", LONG)

@@ -13,9 +13,11 @@ from sglang_jax.config import EngineConfig, LoadBalanceMethod
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.routing import session_home
-from sglang_jax.engine.types import GenerateInput, SessionOptions, SessionTurnInput
+from sglang_jax.engine.types import GenerateInput, SessionTurnInput
+from sglang_jax.engine.validation import new_session
 from sglang_jax.errors import EngineDeadError, ParameterError, ReplicaLostError, SessionNotFoundError
 from sglang_jax.runner.fake_model import Oracle
+from sglang_jax.scheduler.commands import CloseSession, GetState
 
 ORACLE = Oracle(FAKE_VOCAB_SIZE)
 CONFIG = EngineConfig(page_size=4, max_total_tokens=512)
@@ -79,8 +81,8 @@ def test_a_block_ends_without_an_error_although_its_session_has_timed_out() -> N
 
 async def test_a_session_stays_with_the_replica_that_its_id_names() -> None:
     client = await fake_replicas(3, LoadBalanceMethod.ROUND_ROBIN, CONFIG)
-    sessions = [await client.open_session(SessionOptions()) for _ in range(9)]
-    per_replica = [state["num_sessions"] for state in await client.states()]
+    sessions = [await client.call(new_session(None)) for _ in range(9)]
+    per_replica = [state["num_sessions"] for state in await client.call(GetState())]
     assert per_replica == [sum(session_home(one, 3) == index for one in sessions) for index in range(3)]
     history: dict[str, list[int]] = {one: [] for one in sessions}
     for number in range(3):
@@ -92,7 +94,7 @@ async def test_a_session_stays_with_the_replica_that_its_id_names() -> None:
             assert output.prompt_tokens == len(history[session])
             history[session] += output.token_ids
     for session in sessions:
-        await client.close_session(session, "")
+        await client.call(CloseSession(session, ""))
     await client.close()
 
 
@@ -102,17 +104,17 @@ async def test_a_session_is_lost_with_its_replica_and_no_other_gets_its_turns() 
     homes = {session_home(name, 2): name for name in ("a", "b", "c", "d", "e")}
     assert set(homes) == {0, 1}
     for index, name in homes.items():
-        assert await client.open_session(SessionOptions(session_id=name)) == name
+        assert await client.call(new_session(name)) == name
         assert two.engine(index).opened == [name]
     two.gates[1].clear()
     two.engine(1).die()
     with pytest.raises(SessionNotFoundError, match=f"'{homes[1]}'"):
         await anext(client.generate(GenerateInput(prompt=[1], session=SessionTurnInput(homes[1]))))
     with pytest.raises(SessionNotFoundError, match=f"'{homes[1]}'"):
-        await client.close_session(homes[1], "")
+        await client.call(CloseSession(homes[1], ""))
     with pytest.raises(ReplicaLostError, match="belongs to a replica that is down"):
-        await client.open_session(SessionOptions(session_id=homes[1]))
-    made_up = await client.open_session(SessionOptions())
+        await client.call(new_session(homes[1]))
+    made_up = await client.call(new_session(None))
     assert session_home(made_up, 2) == 0
-    await client.close_session(homes[0], "")
+    await client.call(CloseSession(homes[0], ""))
     await client.close()

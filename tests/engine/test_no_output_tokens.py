@@ -30,6 +30,7 @@ from sglang_jax.engine.replica import Replica
 from sglang_jax.engine.types import EngineClient, FinishKind, FinishReason, GenerateInput, GenerateOutput
 from sglang_jax.errors import ParameterError, PromptTooLongError
 from sglang_jax.runner.fake_model import Oracle
+from sglang_jax.scheduler.commands import FlushCache, GetState
 
 NONE = SamplingParams(max_new_tokens=0)
 LENGTH = FinishReason(FinishKind.LENGTH)
@@ -161,6 +162,6 @@ async def test_over_the_scheduler(replicas: int, stream: bool) -> None:
         await asyncio.gather(*map(score, prompts), *map(sample, prompts[:-1]))
     [cached] = await collect(client, GenerateInput(prompt=prompts[2], sampling=NONE))
     check_empty(cached, 37)
-    assert await client.flush_cache()
-    assert all(state["num_used_tokens"] == 0 for state in await client.states())
+    assert await client.call(FlushCache())
+    assert all(state["num_used_tokens"] == 0 for state in await client.call(GetState()))
     await client.close()

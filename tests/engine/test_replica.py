@@ -27,6 +27,7 @@ from sglang_jax.engine.replica import (
 from sglang_jax.engine.types import GenerateInput, ReplicaState
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.commands import GetState
 
 STARTING, SERVING, DRAINING, DEAD, STOPPED = ReplicaState
 
@@ -318,7 +319,7 @@ async def launch_echo(config: EngineConfig, placement: Placement) -> AsyncEngine
 
 
 async def pid_of(client: AsyncEngineClient) -> int:
-    pid = (await client.states())[0]["pid"]
+    pid = (await client.call(GetState()))[0]["pid"]
     assert isinstance(pid, int)
     return pid
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
 
 import pytest
 import pytest_asyncio
@@ -24,6 +26,7 @@ from sglang_jax.errors import (
     ReplicaLostError,
 )
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.commands import COMMANDS, FlushCache, GetState, StartProfile, StopProfile
 from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
 
 
@@ -241,13 +244,13 @@ async def test_leaving_early_ends_the_request_at_its_replica(two: ScriptedReplic
 async def test_a_flush_reaches_all_replicas_and_only_when_idle(
     two: ScriptedReplicas, client: AsyncEngineClient
 ) -> None:
-    assert await client.flush_cache()
+    assert await client.call(FlushCache())
     assert [two.engine(index).flushed for index in (0, 1)] == [1, 1]
     two.engine(1).busy = True
-    assert not await client.flush_cache()
+    assert not await client.call(FlushCache())
     task = ask(client)
     await until(lambda: bool(two.engine(0).asked))
-    assert not await client.flush_cache()
+    assert not await client.call(FlushCache())
     assert [two.engine(index).flushed for index in (0, 1)] == [2, 2]
     two.engine(0).answer_all()
     await task
@@ -257,7 +260,7 @@ async def test_states_and_figures_cover_all_replicas(two: ScriptedReplicas, clie
     two.gates[1].clear()
     two.engine(1).die("killed")
     await until(lambda: client.loads()[1].state is ReplicaState.STARTING)
-    assert await client.states() == [
+    assert await client.call(GetState()) == [
         {"replica": 0, "replica_state": "serving", "steps": 3},
         {"replica": 1, "replica_state": "starting"},
     ]
@@ -360,6 +363,25 @@ def test_pools_of_all_replicas_are_added_up_by_name() -> None:
     assert (total.steps, total.token_usage) == (5, 0.75)
 
 
+async def test_the_state_of_a_replica_that_does_not_answer(
+    two: ScriptedReplicas, client: AsyncEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(command: GetState) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def fail(command: GetState) -> NoReturn:
+        raise EngineDeadError("killed")
+
+    monkeypatch.setitem(COMMANDS, GetState, dataclasses.replace(COMMANDS[GetState], seconds=0.01))
+    monkeypatch.setattr(two.engine(0), "call", hang)
+    monkeypatch.setattr(two.engine(1), "call", fail)
+    assert await client.call(GetState()) == [
+        {"replica": 0, "replica_state": "serving", "error": "no answer within 0.01 s"},
+        {"replica": 1, "replica_state": "dead", "error": "killed"},
+    ]
+
+
 def test_loads_of_experts_are_added_up_by_layer() -> None:
     several = [
         SchedulerStats(experts=[ExpertBalance(1, 100, 0.5), ExpertBalance(3, 10, 1.0)]),
@@ -371,30 +393,30 @@ def test_loads_of_experts_are_added_up_by_layer() -> None:
 
 
 async def test_all_replicas_record_a_profile_or_none(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
-    assert await client.start_profile("a", None) == ["a/replica-0", "a/replica-1"]
-    assert await client.stop_profile() == ["a/replica-0", "a/replica-1"]
+    assert await client.call(StartProfile("a", None)) == ["a/replica-0", "a/replica-1"]
+    assert await client.call(StopProfile()) == ["a/replica-0", "a/replica-1"]
     two.engine(1).profile_error = ParameterError("a profile is already being recorded", param="output_dir")
     with pytest.raises(ParameterError, match=r"^replica 1: a profile is already being recorded; no") as seen:
-        await client.start_profile("b", 3)
+        await client.call(StartProfile("b", 3))
     assert seen.value.param == "output_dir"
     assert [two.engine(index).profiles for index in (0, 1)] == [[], []]
 
 
 async def test_profiles_of_only_some_replicas_are_reported(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
-    await client.start_profile("a", None)
+    await client.call(StartProfile("a", None))
     two.engine(0).profiles.clear()  # as after a restart
     with pytest.raises(ParameterError, match=r"^replica 0: no profile is being recorded; others wrote a/replica-1$"):
-        await client.stop_profile()
+        await client.call(StopProfile())
     assert two.engine(1).profiles == []
     two.engine(0).profile_error = EngineDeadError("killed")
     with pytest.raises(ReplicaLostError, match=r"^replica 0: killed"):
-        await client.start_profile("b", None)
+        await client.call(StartProfile("b", None))
     assert two.engine(1).profiles == []
 
 
 async def test_a_profile_needs_a_replica(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     for index in (0, 1):
         two.engine(index).die()
-    for attempt in (client.start_profile("a", None), client.stop_profile()):
+    for attempt in (client.call(StartProfile("a", None)), client.call(StopProfile())):
         with pytest.raises(ReplicaLostError, match="no replica is serving"):
             await attempt

@@ -17,6 +17,7 @@ from sglang_jax.engine.router import Router
 from sglang_jax.engine.single_link import SingleLink
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.commands import GetState
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 
@@ -49,7 +50,7 @@ async def test_outputs_are_those_of_one_replica(sampling: SamplingParams) -> Non
         for method in LoadBalanceMethod:
             client = await fake_replicas(count, method, fake_config(random_seed=7))
             answers.append(await run_all(client, requests))
-            assert all(state["num_finished"] for state in await client.states())
+            assert all(state["num_finished"] for state in await client.call(GetState()))
             await client.close()
     assert all(answer == answers[0] for answer in answers)
 
@@ -91,7 +92,7 @@ async def most_steps(count: int, method: LoadBalanceMethod) -> int:
     finally:
         all_sent.set()
     await work
-    states = await client.states()
+    states = await client.call(GetState())
     await client.close()
     return max(int(str(state["steps"])) for state in states)
 
@@ -110,7 +111,7 @@ async def hit_rate(method: LoadBalanceMethod, count: int, groups: int, each: int
     sampling = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
     prompts = shared_prefix_prompts(groups, each, 64, 8, FAKE_VOCAB_SIZE - 1)
     await run_all(client, [GenerateInput(prompt=prompt, sampling=sampling) for prompt in prompts])
-    states = await client.states()
+    states = await client.call(GetState())
     await client.close()
     assert sum(int(str(state["prompt_tokens"])) for state in states) == groups * each * 72
     return sum(int(str(state["cached_tokens"])) for state in states) / (groups * each * 72)

@@ -26,6 +26,7 @@ from sglang_jax.engine.watchdog import SilenceMeter, Watchdog
 from sglang_jax.errors import EngineDeadError
 from sglang_jax.runner.pulse import MAX_RANKS, Beat, Pulse
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.commands import GetState
 
 TIMEOUT = 1.5
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
@@ -217,7 +218,7 @@ async def test_a_stopped_core_is_killed_and_reports_where(
     """It is idle, and its own report says so."""
     async with running("sleep:0.001") as client:
         os.kill(pid_of(client), signal.SIGSTOP)
-        asking = asyncio.create_task(client.states())
+        asking = asyncio.create_task(client.call(GetState()))
         for attempt in (asking, collect(client, GenerateInput(prompt=[1, 2, 3]))):
             with pytest.raises(EngineDeadError, match="hangs"):
                 await asyncio.wait_for(attempt, 20)

@@ -20,6 +20,7 @@ from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
 from sglang_jax.engine.launch import TokenizerLoader, launch_core
 from sglang_jax.engine.types import EngineClient
+from sglang_jax.scheduler.commands import GetState
 from sglang_jax.server.app import create_context
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.serve import Launch, bind, http_config
@@ -54,7 +55,7 @@ class EchoServer:
 
     def state(self) -> dict[str, Any]:
         """The figures of the engine's only core."""
-        (state,) = self.await_(self.engine.states())
+        (state,) = self.await_(self.engine.call(GetState()))
         return state
 
     def aborted(self) -> list[int]:

@@ -24,25 +24,27 @@ from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
-from sglang_jax.scheduler.loop import SchedulerLoop
-from sglang_jax.scheduler.messages import (
-    AbortRequest,
+from sglang_jax.scheduler.commands import (
     CloseSession,
-    Finished,
     FlushCache,
     GetCacheReport,
     GetState,
+    OpenSession,
+    StartProfile,
+    StopProfile,
+)
+from sglang_jax.scheduler.loop import SchedulerLoop
+from sglang_jax.scheduler.messages import (
+    AbortRequest,
+    Finished,
     Inbound,
     NewRequest,
-    OpenSession,
     Reply,
     SchedulerStats,
     Shutdown,
     Started,
-    StartProfile,
     StateValue,
     StepOutputs,
-    StopProfile,
     StopRequest,
     WireError,
     WireLogprob,

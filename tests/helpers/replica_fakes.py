@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 from helpers.engine_fakes import MODEL_INFO, load_fake_model, load_tokenizer
@@ -19,9 +20,18 @@ from sglang_jax.engine.output import RequestOutputs
 from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.router import Router
 from sglang_jax.engine.routing import Balance, create_policy
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta, SessionOptions
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta
 from sglang_jax.errors import EngineDeadError, ParameterError, RequestError
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.commands import (
+    CloseSession,
+    FlushCache,
+    GetCacheReport,
+    GetState,
+    OpenSession,
+    StartProfile,
+    StopProfile,
+)
+from sglang_jax.scheduler.messages import Command, SchedulerStats
 
 AT_ONCE = Backoff(first_delay=0.0, max_delay=0.0)
 
@@ -103,32 +113,29 @@ class ScriptedLink:
         for name in [name for name, one in self._outputs.items() if one is outputs]:
             del self.asked[name], self._outputs[name]
 
-    async def open_session(self, options: SessionOptions) -> None:
-        self.opened.append(options.session_id or "")
-
-    async def close_session(self, session_id: str, owner: str) -> None:
-        self.opened.remove(session_id)
-
-    async def flush_cache(self) -> bool:
-        self.flushed += 1
-        return not self.busy
-
-    async def start_profile(self, folder: str, steps: int | None) -> str:
-        if self.profile_error is not None:
-            raise self.profile_error
-        self.profiles.append(folder)
-        return folder
-
-    async def stop_profile(self) -> str:
-        if not self.profiles:
-            raise ParameterError("no profile is being recorded")
-        return self.profiles.pop()
-
-    async def cache_reports(self) -> list[dict[str, object]]:
-        return [{"num_nodes": 3}]
-
-    async def state(self) -> dict[str, object]:
-        return {"steps": 3}
+    async def call(self, command: Command[Any]) -> Any:
+        match command:
+            case OpenSession():
+                self.opened.append(command.id)
+                return command.id
+            case CloseSession():
+                return self.opened.remove(command.id)
+            case FlushCache():
+                self.flushed += 1
+                return not self.busy
+            case StartProfile():
+                if self.profile_error is not None:
+                    raise self.profile_error
+                self.profiles.append(command.folder)
+                return [command.folder]
+            case StopProfile():
+                if not self.profiles:
+                    raise ParameterError("no profile is being recorded")
+                return [self.profiles.pop()]
+            case GetCacheReport():
+                return [{"num_nodes": 3}]
+            case GetState():
+                return [{"steps": 3}]
 
     async def ended(self) -> str:
         return await asyncio.shield(self._over)

@@ -26,7 +26,8 @@ from sglang_jax.mem_cache.invariants import idle_fault
 from sglang_jax.mem_cache.pins import Kept, Pin
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import OpenSession, SessionTurn
+from sglang_jax.scheduler.commands import OpenSession
+from sglang_jax.scheduler.messages import SessionTurn
 from sglang_jax.scheduler.sessions import Session
 
 NAMES = tuple("abcdefgh")
@@ -128,7 +129,7 @@ class SessionSimulation(Simulation):
     def open_session(self, name: str, streaming: bool, timeout: float, namespace: str | None) -> None:
         self._learn()
         self._expire()
-        opening, sessions = OpenSession(0, name, "me", streaming, timeout), self.bench.scheduler.sessions
+        opening, sessions = OpenSession(name, "me", streaming, timeout), self.bench.scheduler.sessions
         if name in self.talks:
             with pytest.raises(ParameterError, match="is open already"):
                 sessions.open(opening)

@@ -6,7 +6,8 @@ from helpers.scheduling import Bench
 
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import OpenSession, SessionTurn
+from sglang_jax.scheduler.commands import OpenSession
+from sglang_jax.scheduler.messages import SessionTurn
 from sglang_jax.scheduler.sessions import Session
 
 
@@ -17,7 +18,7 @@ class Talk:
         self.bench = bench
         self.name = name
         self.history: list[int] = []
-        bench.scheduler.sessions.open(OpenSession(0, name, "me", streaming, timeout))
+        bench.scheduler.sessions.open(OpenSession(name, "me", streaming, timeout))
 
     @property
     def session(self) -> Session:

@@ -12,7 +12,8 @@ from helpers.simulation import STATE
 from sglang_jax.cli.cache_report import as_svg, as_text
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.cache_report import MAX_NODES, CacheReport
-from sglang_jax.scheduler.messages import OpenSession, SessionTurn
+from sglang_jax.scheduler.commands import OpenSession
+from sglang_jax.scheduler.messages import SessionTurn
 
 
 def used() -> Bench:
@@ -21,7 +22,7 @@ def used() -> Bench:
     for tail in range(4):
         bench.add([*range(1, 21), 30 + tail, 1, 2, 3, 4], 3)
         bench.run()
-    bench.scheduler.sessions.open(OpenSession(0, "talk", "ann", True))
+    bench.scheduler.sessions.open(OpenSession("talk", "ann", True))
     bench.add([7] * 9, 4, session=SessionTurn("talk", "ann", "1"))
     bench.run()
     bench.add([9] * 8, sampling=SamplingParams(max_new_tokens=40, ignore_eos=True))
@@ -85,7 +86,7 @@ def test_text_and_picture_of_a_report() -> None:
 
 def test_ids_cannot_write_to_a_terminal() -> None:
     bench = Bench()
-    bench.scheduler.sessions.open(OpenSession(0, "a\x1b[2J\nb\u202e", "\x07eve"))
+    bench.scheduler.sessions.open(OpenSession("a\x1b[2J\nb\u202e", "\x07eve"))
     lines = as_text({"replica": 0, **msgspec.to_builtins(bench.scheduler.report_cache())}).splitlines()
     assert lines[-1].startswith(r"a\x1b[2J\nb\u202e")
     assert r"\x07eve" in lines[-1]

@@ -16,7 +16,8 @@ from helpers.simulation import STATE
 
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import OpenSession, SessionTurn
+from sglang_jax.scheduler.commands import OpenSession
+from sglang_jax.scheduler.messages import SessionTurn
 
 KINDS: list[tuple[Sees, ...]] = [(None,), (6,), (None, 6), (None, STATE), (STATE,), (None, STATE, 6)]
 TURNS, SLOTS, PERIOD = 24, 8, 6
@@ -34,7 +35,7 @@ def converse(
 ) -> Iterator[list[int]]:
     """Runs a conversation one turn at a time; returns its tokens after each."""
     if in_session:
-        bench.scheduler.sessions.open(OpenSession(0, name, "me", True, None))
+        bench.scheduler.sessions.open(OpenSession(name, "me", True, None))
     history = start
     for turn in range(turns):
         new = [1 + (7 * turn + seed) % 30, 2, 3][: 1 + turn % 3]

@@ -13,21 +13,24 @@ from helpers.scheduling import EOS, Bench, RecordingChannel
 from sglang_jax.architectures import CacheKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import loop as loop_module
-from sglang_jax.scheduler.loop import SECONDS_BETWEEN_COUNTS, STATS_SECONDS, SchedulerLoop
-from sglang_jax.scheduler.messages import (
-    AbortRequest,
+from sglang_jax.scheduler.commands import (
     CloseSession,
     FlushCache,
     GetCacheReport,
     GetState,
+    OpenSession,
+    StartProfile,
+    StopProfile,
+    inbound_types,
+)
+from sglang_jax.scheduler.loop import SECONDS_BETWEEN_COUNTS, STATS_SECONDS, SchedulerLoop
+from sglang_jax.scheduler.messages import (
+    AbortRequest,
     Inbound,
     NewRequest,
-    OpenSession,
     Reply,
     SchedulerStats,
     Shutdown,
-    StartProfile,
-    StopProfile,
     StopRequest,
 )
 
@@ -149,14 +152,14 @@ def test_a_shutdown_ends_an_idle_loop_within_the_round() -> None:
 
 
 def test_flush_cache_is_answered() -> None:
-    channel = ScriptedChannel([new(1)], [FlushCache(5)], [new(2, 50)])
+    channel = ScriptedChannel([new(1)], [FlushCache(call=5)], [new(2, 50)])
     loop = make_loop(channel)
     while not channel.replies:
         loop.turn()
     assert channel.replies == [Reply(5, True, "")]
     assert loop.scheduler.cache.groups[0].pool.num_free == 64
     loop.turn()
-    channel.inbox = [FlushCache(6)]
+    channel.inbox = [FlushCache(call=6)]
     loop.turn()
     assert channel.replies[1] == Reply(6, False, "1 requests run or wait")
 
@@ -181,7 +184,7 @@ def test_an_idle_loop_reports_how_many_programs_are_left_to_compile(monkeypatch:
 
 
 def test_get_state_is_answered_with_figures_of_scheduler_and_runner() -> None:
-    channel = ScriptedChannel([new(1), new(2)], [GetState(9)])
+    channel = ScriptedChannel([new(1), new(2)], [GetState(call=9)])
     loop = make_loop(channel)
     while not channel.replies:
         loop.turn()
@@ -208,7 +211,7 @@ def test_get_state_is_answered_with_figures_of_scheduler_and_runner() -> None:
 
 
 def test_the_state_reports_each_pool() -> None:
-    channel = ScriptedChannel([GetState(9)])
+    channel = ScriptedChannel([GetState(call=9)])
     make_loop(channel, more=((8, 10),)).turn()
     (reply,) = channel.replies
     figures = {"full_max_tokens": 256, "swa_max_tokens": 40, "swa_used_tokens": 0, "swa_token_usage": 0.0}
@@ -217,7 +220,7 @@ def test_the_state_reports_each_pool() -> None:
 
 
 def test_the_state_reports_slots() -> None:
-    channel = ScriptedChannel([GetState(9)])
+    channel = ScriptedChannel([GetState(call=9)])
     make_loop(channel, more=((CacheKind.STATE, 10),)).turn()
     (reply,) = channel.replies
     assert {"mamba_max_slots": 10, "mamba_used_slots": 0, "mamba_usage": 0.0}.items() <= reply.state.items()
@@ -229,16 +232,16 @@ def test_every_kind_of_message_has_its_case() -> None:
         NewRequest: new(1),
         AbortRequest: AbortRequest(1),
         StopRequest: StopRequest(1),
-        OpenSession: OpenSession(1, "s", "me"),
-        CloseSession: CloseSession(1, "s", "me"),
-        FlushCache: FlushCache(1),
-        GetState: GetState(1),
-        GetCacheReport: GetCacheReport(1),
-        StartProfile: StartProfile(1, "/dev/null/none"),
-        StopProfile: StopProfile(1),
+        OpenSession: OpenSession("s", "me"),
+        CloseSession: CloseSession("s", "me"),
+        FlushCache: FlushCache(call=1),
+        GetState: GetState(call=1),
+        GetCacheReport: GetCacheReport(call=1),
+        StartProfile: StartProfile("/dev/null/none"),
+        StopProfile: StopProfile(call=1),
         Shutdown: Shutdown(),
     }
-    assert set(served) == set(typing.get_args(Inbound))
+    assert set(served) == set(typing.get_args(inbound_types()))
     for kind, effect in {
         NewRequest: lambda loop, channel: 1 in loop.scheduler.requests,
         AbortRequest: lambda loop, channel: channel.finished[1].kind == "abort",

@@ -16,7 +16,8 @@ from helpers.talks import Talk
 from sglang_jax.errors import ParameterError, SessionBusyError, SessionLimitError, SessionNotFoundError
 from sglang_jax.mem_cache.invariants import check_everything, idle_fault
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import OpenSession, SessionTurn
+from sglang_jax.scheduler.commands import OpenSession
+from sglang_jax.scheduler.messages import SessionTurn
 
 
 @pytest.fixture(params=[(None,), (6,), (None, 6), (None, STATE), (STATE,), (None, STATE, 6)], ids=str)
@@ -274,7 +275,7 @@ def test_sessions_time_out_when_no_turn_comes_and_never_during_one() -> None:
     with pytest.raises(SessionNotFoundError):
         sessions.close("long", "me")
     with pytest.raises(ParameterError, match="timeout"):
-        sessions.open(OpenSession(0, "x", "me", True, float("nan")))
+        sessions.open(OpenSession("x", "me", True, float("nan")))
 
 
 def test_the_number_of_sessions_is_bounded_and_names_are_unique() -> None:
@@ -298,18 +299,18 @@ def test_no_key_can_hold_all_sessions() -> None:
         return [session.id for session in sessions.all() if session.owner == owner]
 
     for name in "abcd":
-        sessions.open(OpenSession(0, name, "greedy", True))
+        sessions.open(OpenSession(name, "greedy", True))
     with pytest.raises(SessionLimitError):
-        sessions.open(OpenSession(0, "e", "greedy", True))
+        sessions.open(OpenSession("e", "greedy", True))
     prompt = {"sent": [5], "session": SessionTurn("a", "greedy", "1")}
     bench.add([5], sampling=SamplingParams(max_new_tokens=4, ignore_eos=True, seed=1), **prompt)
-    sessions.open(OpenSession(0, "x", "other", True))
+    sessions.open(OpenSession("x", "other", True))
     assert (has("greedy"), has("other")) == (["a", "c", "d"], ["x"])  # the running turn of the session is not lost
-    sessions.open(OpenSession(0, "y", "other", True))
+    sessions.open(OpenSession("y", "other", True))
     assert (has("greedy"), has("other")) == (["a", "d"], ["x", "y"])
     for owner in ("other", "greedy"):
         with pytest.raises(SessionLimitError):
-            sessions.open(OpenSession(0, "z", owner, True))
+            sessions.open(OpenSession("z", owner, True))
     bench.run()
     bench.check_outputs()
 
@@ -318,25 +319,25 @@ def test_a_key_with_only_busy_sessions_does_not_protect_the_next_key() -> None:
     bench = Bench(options={"max_sessions": 5})
     sessions = bench.scheduler.sessions
     for name in "abc":
-        sessions.open(OpenSession(0, name, "busy", True))
+        sessions.open(OpenSession(name, "busy", True))
         prompt = {"sent": [5], "session": SessionTurn(name, "busy", name)}
         bench.add([5], sampling=SamplingParams(max_new_tokens=4, ignore_eos=True, seed=1), **prompt)
     for name in "de":
-        sessions.open(OpenSession(0, name, "greedy", True))
-    sessions.open(OpenSession(0, "x", "new", True))
+        sessions.open(OpenSession(name, "greedy", True))
+    sessions.open(OpenSession("x", "new", True))
     assert [session.id for session in sessions.all()] == ["a", "b", "c", "e", "x"]
     with pytest.raises(SessionLimitError):
-        sessions.open(OpenSession(0, "y", "new", True))
+        sessions.open(OpenSession("y", "new", True))
     bench.run()
 
 
 def test_a_single_session_goes_to_the_key_without_one() -> None:
     bench = Bench(options={"max_sessions": 1})
     sessions = bench.scheduler.sessions
-    sessions.open(OpenSession(0, "a", "ann", True))
+    sessions.open(OpenSession("a", "ann", True))
     with pytest.raises(SessionLimitError):
-        sessions.open(OpenSession(0, "b", "ann", True))
-    sessions.open(OpenSession(0, "a", "bob", True))
+        sessions.open(OpenSession("b", "ann", True))
+    sessions.open(OpenSession("a", "bob", True))
     assert [(session.owner, session.id) for session in sessions.all()] == [("bob", "a")]
 
 
@@ -345,7 +346,7 @@ def test_session_ids_are_private_to_each_key() -> None:
     bench = Bench()
     talk = Talk(bench, "mine")
     talk.turn([1, 2, 3, 4, 5])
-    bench.scheduler.sessions.open(OpenSession(0, "mine", "another", True))
+    bench.scheduler.sessions.open(OpenSession("mine", "another", True))
     theirs = bench.add([9, 8], 3, sent=[9, 8], session=SessionTurn("mine", "another", "x"))
     bench.run()
     assert bench.channel.output(theirs) == bench.wanted[theirs]
@@ -358,8 +359,8 @@ def test_a_client_may_not_keep_a_session_forever() -> None:
     """At most a day, or as long as the engine's default."""
     for default, longest in ((10.0, 86_400.0), (1e6, 1e6)):
         sessions = Bench(options={"session_timeout": default}).scheduler.sessions
-        sessions.open(OpenSession(0, "a", "me", True, 1e300))
-        sessions.open(OpenSession(0, "b", "me", True, 5.0))
+        sessions.open(OpenSession("a", "me", True, 1e300))
+        sessions.open(OpenSession("b", "me", True, 5.0))
         assert [session.timeout for session in sessions.all()] == [longest, 5.0]
 
 

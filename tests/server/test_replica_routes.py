@@ -24,6 +24,7 @@ from sglang_jax.engine.launch_replicated import replicated_client
 from sglang_jax.engine.replica import Replica
 from sglang_jax.engine.router import Router
 from sglang_jax.engine.types import ReplicaState
+from sglang_jax.scheduler.commands import GetState
 
 
 async def launch_two(config: ServerConfig, load: CoreLoader = load_echo) -> AsyncEngineClient:
@@ -80,12 +81,12 @@ def holding_pair() -> Iterator[EchoServer]:
 
 def started(server: EchoServer) -> int:
     """The number of running requests, all past their first step: the count arrives after the outputs of those steps."""
-    return sum(int(str(state.get("started", 0))) for state in server.await_(server.engine.states()))
+    return sum(int(str(state.get("started", 0))) for state in server.await_(server.engine.call(GetState())))
 
 
 def seen(server: EchoServer) -> list[int]:
     """The number of requests per replica."""
-    return [len(json.loads(str(state.get("seen", "[]")))) for state in server.await_(server.engine.states())]
+    return [len(json.loads(str(state.get("seen", "[]")))) for state in server.await_(server.engine.call(GetState()))]
 
 
 def router(server: EchoServer) -> Router:
