@@ -33,8 +33,8 @@ FILES_NAMED = 2
 HOST = tuple(
     f"sglang_jax/{name}"
     for name in (
-        *("batch", "checkpoint", "cli", "config", "engine", "grammar", "mem_cache", "replies", "runner", "sampling"),
-        *("scheduler", "server", "spellings.py", "spellings.toml"),
+        *("batch", "checkpoint", "cli", "config", "engine", "grammar", "mem_cache", "queues", "replies", "runner"),
+        *("sampling", "scheduler", "server", "spellings.py", "spellings.toml"),
     )
 )
 """The packages that do not compute on a device."""

@@ -7,15 +7,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from weakref import ref
 
 from sglang_jax.errors import GrammarError, GrammarUnavailableError
 from sglang_jax.grammar.interface import CompiledGrammar
+from sglang_jax.queues.fair_queue import FairQueue, FlowKey
 from sglang_jax.sampling.grammar import Grammar
-
-FlowKey = tuple[str, str]
-"""Tenant and client request."""
 
 TENANT_SHARE = 3
 """A tenant's compiled grammars may take this many times the remaining room: three quarters of all if no other tenant
@@ -33,7 +30,7 @@ _MAX_LOOKS = 64
 class Compilation:
     """A grammar that is being compiled, or was. `waiting`: number of requests that wait for it; `started`: when a
     thread started it; `taken`: a thread has it. `error` decides if it is set; `failed`: the error does not depend on
-    the grammar, so the next request retries. `queued_in`: the flow in whose queue it is, by tenant. `no_room_since`:
+    the grammar, so the next request retries. `queued_in`: where it is queued, by tenant. `no_room_since`:
     when it was first refused for lack of room."""
 
     source: Grammar
@@ -42,13 +39,22 @@ class Compilation:
     grammar: CompiledGrammar | None = None
     error: GrammarError | GrammarUnavailableError | None = None
     failed: bool = False
-    queued_in: dict[str, str] = field(default_factory=dict)
+    queued_in: dict[str, Entry] = field(default_factory=dict)
     taken: bool = False
     no_room_since: float | None = None
 
     @property
     def done(self) -> bool:
         return self.grammar is not None or self.error is not None
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A grammar in the queue of one flow. `number`: order of arrival."""
+
+    compilation: Compilation
+    flow_key: FlowKey
+    number: int
 
 
 class CompileQueue:
@@ -58,15 +64,17 @@ class CompileQueue:
 
     def __init__(self, admit: Callable[[Compilation, str], bool] = lambda compilation, tenant: True) -> None:
         self._admit = admit
-        self._waiting: dict[str, dict[str, deque[Compilation]]] = {}
-        self._seconds: dict[str, float] = {}
-        self._seconds_by_flow: dict[FlowKey, float] = {}
-        self._running: list[FlowKey] = []
+        self._queue: FairQueue[Entry] = FairQueue(
+            lambda entry: entry.flow_key,
+            lambda entry: entry.number,
+            lambda entry: 0.0,
+            key=lambda entry: (entry.number,),
+        )
+        self._numbers = itertools.count()
         self._closed = False
         self._changed = threading.Condition()
 
     def put(self, compilation: Compilation, flow_key: FlowKey) -> None:
-        """Adds a grammar. A new or returning tenant starts at the lowest compile time of the active ones."""
         with self._changed:
             self._put(compilation, flow_key)
 
@@ -77,52 +85,31 @@ class CompileQueue:
                 self._put(compilation, flow_key)
 
     def _put(self, compilation: Compilation, flow_key: FlowKey) -> None:
-        tenant, flow = flow_key
-        active = {*self._waiting, *(running for running, _ in self._running)}
-        if tenant not in active:
-            least = min((self._seconds[other] for other in active), default=0.0)
-            self._seconds[tenant] = max(self._seconds.get(tenant, 0.0), least)
-        flows = self._waiting.setdefault(tenant, {})
-        others = [self._seconds_by_flow[tenant, other] for other in flows]
-        others += [self._seconds_by_flow[other] for other in self._running if other[0] == tenant]
-        self._seconds_by_flow.setdefault(flow_key, min(others, default=0.0))
-        flows.setdefault(flow, deque()).append(compilation)
-        compilation.queued_in[tenant] = flow
+        entry = compilation.queued_in[flow_key[0]] = Entry(compilation, flow_key, next(self._numbers))
+        self._queue.add(entry)
         self._changed.notify()
 
     def get(self) -> tuple[Compilation, FlowKey] | None:
         """Waits for the next grammar and its flow; None once closed and empty. The caller calls `done` afterwards."""
         with self._changed:
-            while self._waiting or not self._closed:
-                flow_key = self._next()
-                if flow_key is None:
-                    self._changed.wait(_LOOK_SECONDS if self._waiting else None)
+            while self._queue or not self._closed:
+                entry = self._next()
+                if entry is None:
+                    self._changed.wait(_LOOK_SECONDS if self._queue else None)
                     continue
-                compilation = self._waiting[flow_key[0]][flow_key[1]][0]
-                compilation.taken = True
-                self._running.append(flow_key)
-                self._remove(compilation)
-                return compilation, flow_key
+                entry.compilation.taken = True
+                self._remove(entry.compilation)
+                return entry.compilation, entry.flow_key
             return None
 
-    def _next(self) -> FlowKey | None:
-        """The flow of the next admitted grammar, or None."""
-        for tenant in sorted(self._waiting, key=self._seconds.__getitem__):
-            flows = self._waiting[tenant]
-            for flow in nsmallest(_MAX_LOOKS, flows, key=self._seconds_of(tenant)):
-                if self._admit(flows[flow][0], tenant):
-                    return tenant, flow
-        return None
-
-    def _seconds_of(self, tenant: str) -> Callable[[str], float]:
-        return lambda flow: self._seconds_by_flow[tenant, flow]
+    def _next(self) -> Entry | None:
+        """The next admitted grammar, or None."""
+        heads = self._queue.heads(_MAX_LOOKS)
+        return next((entry for entry in heads if self._admit(entry.compilation, entry.flow_key[0])), None)
 
     def done(self, flow_key: FlowKey, seconds: float) -> None:
         with self._changed:
-            self._running.remove(flow_key)
-            self._seconds[flow_key[0]] += seconds
-            self._seconds_by_flow[flow_key] += seconds
-            self._forget_if_done(flow_key)
+            self._queue.charge(flow_key, seconds)
 
     def withdraw(self, compilation: Compilation) -> bool:
         """Removes a grammar. Returns False if a thread has it."""
@@ -138,23 +125,9 @@ class CompileQueue:
             self._changed.notify_all()
 
     def _remove(self, compilation: Compilation) -> None:
-        for tenant, flow in compilation.queued_in.items():
-            self._waiting[tenant][flow].remove(compilation)
-            self._forget_if_done((tenant, flow))
+        for entry in compilation.queued_in.values():
+            self._queue.remove(entry)
         compilation.queued_in.clear()
-
-    def _forget_if_done(self, flow_key: FlowKey) -> None:
-        """Forgets the compile time of a flow without waiting or running grammars: new flows keep arriving."""
-        tenant, flow = flow_key
-        flows = self._waiting.get(tenant, {})
-        if flow in flows and not flows[flow]:
-            del flows[flow]
-            if not flows:
-                del self._waiting[tenant]
-        if flow not in flows and flow_key not in self._running:
-            del self._seconds_by_flow[flow_key]
-        if not self._running and not self._waiting:
-            self._seconds.clear()
 
 
 class GrammarRoom:

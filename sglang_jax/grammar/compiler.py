@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sglang_jax.errors import GrammarError, GrammarUnavailableError
-from sglang_jax.grammar.compile_queue import Compilation, CompileQueue, FlowKey, GrammarRoom
+from sglang_jax.grammar.compile_queue import Compilation, CompileQueue, GrammarRoom
 from sglang_jax.grammar.interface import GrammarBackend
 from sglang_jax.grammar.sandbox import PATIENCE_SECONDS, STACK_BYTES, Sandbox
+from sglang_jax.queues.fair_queue import FlowKey
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,10 @@ import numpy as np
 from sglang_jax.grammar.interface import Matcher
 from sglang_jax.mem_cache.radix_tree import Bookmark, Namespace
 from sglang_jax.mem_cache.row_kv import RowKV
+from sglang_jax.queues.fair_queue import FlowKey
 from sglang_jax.runner.plan import Int32
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.sessions import Turn
-
-FlowKey = tuple[str, str]
-"""A tenant, and which of its client requests a request is part of."""
 
 
 class RequestState(IntEnum):

@@ -7,11 +7,12 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
+from operator import attrgetter
 
 from sglang_jax.config import SchedulePolicy
-from sglang_jax.scheduler.fair_queue import FairQueue
-from sglang_jax.scheduler.order import Key, Order
-from sglang_jax.scheduler.request import FlowKey, Request, RequestState, Waiting
+from sglang_jax.queues.fair_queue import FairQueue, FlowKey
+from sglang_jax.queues.order import Key, Order
+from sglang_jax.scheduler.request import Request, RequestState, Waiting
 from sglang_jax.scheduler.reserve import CLIP
 
 LONGEST_PREFIX_WINDOW = 128
@@ -20,15 +21,29 @@ LONGEST_PREFIX_WINDOW = 128
 RANKED_NODES = 1024
 """Nodes of the tree that a look may visit to find the longest prefix, not counting those of its last prompt."""
 
+_ARRIVAL = attrgetter("sequence")
+_COST = attrgetter("waiting.cost")  # called for each request of a look; so these are faster than functions
+
+
+def fair_order() -> FairQueue[Request]:
+    """Tenants share fairly, and so do the client requests of each: with one client request, or if each has one prompt
+    and one tenant sends them all, the order of arrival."""
+    return FairQueue(attrgetter("flow_key"), _ARRIVAL, _COST, key=lambda request: (request.sequence,))
+
+
+def _longest_output_first() -> FairQueue[Request]:
+    """Tenants share fairly; of each, the longest allowed output is first, ties by arrival."""
+    return FairQueue(_tenant_only, _ARRIVAL, _COST, key=_output_key)
+
 
 class PriorityQueue:
     """Requests by priority; within one, the retracted ones first, then the others in the fair order that `make`
     creates."""
 
-    def __init__(self, make: Callable[[], FairQueue] = FairQueue) -> None:
+    def __init__(self, make: Callable[[], FairQueue[Request]] = fair_order) -> None:
         self._make = make
         self._retracted: dict[int, Order[Request]] = {}
-        self._fair: dict[int, FairQueue] = {}
+        self._fair: dict[int, FairQueue[Request]] = {}
         self._priorities: list[int] = []
 
     def add(self, priority: int, request: Request) -> None:
@@ -51,6 +66,11 @@ class PriorityQueue:
             del self._retracted[priority], self._fair[priority]
             self._priorities.remove(-priority)
 
+    def head(self) -> Request:
+        """The first request. The queue must not be empty."""
+        priority = -self._priorities[0]
+        return self._retracted[priority].head() if self._retracted[priority] else self._fair[priority].head()
+
     def first(self, count: int) -> Iterator[Request]:
         """The first `count` requests, as of now."""
         if len(self._priorities) == 1:
@@ -59,8 +79,8 @@ class PriorityQueue:
 
     def first_but_of(self, flows: Collection[FlowKey]) -> Request | None:
         """The first request that was not retracted and is not of these flows, or None."""
-        every = (self._fair[-priority].first_but_of(flows) for priority in self._priorities)
-        return next((request for request in every if request is not None), None)
+        heads = chain.from_iterable(self._fair[-priority].heads(len(flows) + 1) for priority in self._priorities)
+        return next((request for request in heads if request.flow_key not in flows), None)
 
     def _first_of_each(self, count: int) -> Iterator[Request]:
         """Visits a priority only when the higher ones are exhausted, since clients choose how many there are."""
@@ -93,7 +113,7 @@ class WaitingQueue:
         self._cached_prefix = cached_prefix
         self._by_turn = self._by_policy = PriorityQueue()
         if policy is SchedulePolicy.LOF:
-            self._by_policy = PriorityQueue(lambda: FairQueue(_output_key, by_flow=False))
+            self._by_policy = PriorityQueue(_longest_output_first)
         self._regardless = PriorityQueue() if policy is SchedulePolicy.PRIORITY else self._by_turn
         self._by_priority: Order[Request] = Order()
         self._by_work = self._by_priority  # the same while all requests have one priority
@@ -199,7 +219,7 @@ class WaitingQueue:
 
     def next_turn(self) -> Request:
         """The first in the fair order, regardless of policy and priority. The queue must not be empty."""
-        return next(self._regardless.first(1))
+        return self._regardless.head()
 
     def passes(self, request: Request, waiting: Request) -> bool:
         """Whether `request`, of another tenant or a higher priority, would overtake `waiting`, the first in the fair
@@ -261,6 +281,10 @@ def _visited(request: Request) -> int:
 
 def _waits(request: Request) -> bool:
     return request.waiting.queued
+
+
+def _tenant_only(request: Request) -> FlowKey:
+    return (request.flow_key[0], "")
 
 
 def _output_key(request: Request) -> Key:

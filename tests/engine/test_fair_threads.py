@@ -11,7 +11,7 @@ from helpers.engine_fakes import ByteTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_jax.engine.fair_threads import FairOrder, FairThreads, Piece
+from sglang_jax.engine.fair_threads import FairThreads, Piece, Pieces
 from sglang_jax.engine.prompt_reader import TOKENIZER_THREADS, PromptReader
 
 
@@ -19,7 +19,7 @@ class Waiting:
     """Pieces by name, in the order in which they are served."""
 
     def __init__(self) -> None:
-        self.turns = FairOrder()
+        self.turns = Pieces()
         self._names: dict[Piece, str] = {}
 
     def put(self, name: str, size: int, tenant: str = "", flow: str = "") -> Piece:
@@ -92,7 +92,7 @@ PIECES = st.tuples(st.integers(1, 9), st.sampled_from("ab"), st.sampled_from("xy
 @given(st.lists(st.one_of(PIECES, st.just("get"), st.integers(0, 50)), max_size=60))
 def test_each_piece_is_served_once_and_those_of_a_flow_in_order(steps: list[tuple[int, str, str] | str | int]) -> None:
     """Compared with one list per flow; an integer makes a waiting piece leave."""
-    turns, waiting = FairOrder(), list[Piece]()
+    turns, waiting = Pieces(), list[Piece]()
     flows: dict[tuple[str, str], list[Piece]] = defaultdict(list)
     turn = asyncio.Future[None](loop=asyncio.new_event_loop())
 
@@ -118,7 +118,7 @@ def test_each_piece_is_served_once_and_those_of_a_flow_in_order(steps: list[tupl
             turns.put(waiting[-1])
     while take():
         pass
-    assert not turns._tenants
+    assert not turns
 
 
 class Gate:
@@ -154,7 +154,7 @@ async def test_work_without_a_waiter_is_not_started() -> None:
     await asyncio.wait({left, first})
     assert gate.begun == ["first"]
     await asyncio.sleep(0)
-    assert threads._order._tenants[""].flows[""].waiting == 1  # the last one
+    assert len(threads._pieces) == 1  # the last one
     gate.open.set()
     assert await asyncio.wait_for(last, 20) == "last"
     assert gate.begun == ["first", "last"]
@@ -182,7 +182,7 @@ async def test_a_piece_chosen_while_it_leaves_delays_no_other() -> None:
     leaving.cancel()
     threads._end()
     assert await asyncio.wait_for(threads.run(lambda: "done", size=1), 20) == "done"
-    assert not threads._order._tenants
+    assert not threads._pieces
     threads.close()
 
 

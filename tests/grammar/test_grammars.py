@@ -580,16 +580,19 @@ def test_queue_entries_of_ended_requests_are_forgotten() -> None:
         assert queue.withdraw(compilation)
         assert not queue.withdraw(compilation)
     seen = []
-    while queue._waiting:
+    while queue._queue:
         got = queue.get()
         assert got is not None
         seen.append(got[1])
         queue.done(got[1], 1.0)
-        assert len(queue._seconds_by_flow) <= 11
+        tenants = queue._queue._tenants
+        remembered = [*tenants.children, *tenants._ahead]
+        for tenant in tenants.children.values():
+            remembered += [*tenant.flows.children, *tenant.flows._ahead]
+        assert len(remembered) <= 2 + 11
     assert len(seen) == 40 + 1 - 14
     assert ("other", "0") in seen[:2]
-    assert not queue._seconds_by_flow
-    assert not queue._seconds
+    assert (queue._queue._tenants.children, queue._queue._tenants._ahead) == ({}, {})
 
 
 def test_a_grammar_without_a_waiting_request_is_not_compiled(backend: LlguidanceBackend) -> None:

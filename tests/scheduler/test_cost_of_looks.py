@@ -10,9 +10,9 @@ from helpers.scheduling import Bench
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.mem_cache.radix_tree import Bookmark, RadixTree
+from sglang_jax.queues.fair_queue import Flow
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import waiting_queue
-from sglang_jax.scheduler.fair_queue import Flow
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.waiting_queue import LONGEST_PREFIX_WINDOW, WaitingQueue
 
@@ -137,7 +137,7 @@ def run_long_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.add([1 + number % 37, 1 + number // 37], sampling=endless(2), flow=f"one {number}")
     taken: list[Request] = []
 
-    def head(self: Flow) -> Request:
+    def head(self: Flow[Request]) -> Request:
         taken.append(self.waiting.head())
         return taken[-1]
 

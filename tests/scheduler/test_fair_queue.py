@@ -8,17 +8,18 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 from helpers.scheduling import Bench
 
 from sglang_jax.config import SchedulePolicy
+from sglang_jax.queues.fair_queue import FairQueue, FlowKey, Shares
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.admission import AGED_TURN, GUEST_ROWS, Admission, _Look
-from sglang_jax.scheduler.fair_queue import FairQueue, Shares
-from sglang_jax.scheduler.request import FlowKey, Request, Waiting
-from sglang_jax.scheduler.waiting_queue import WaitingQueue
+from sglang_jax.scheduler.request import Request, Waiting
+from sglang_jax.scheduler.waiting_queue import WaitingQueue, fair_order
 
 MOST = 40
 """Tokens of the largest request."""
@@ -69,7 +70,7 @@ class Crowd:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.turns = FairQueue()
+        self.turns = fair_order()
         self.waits: dict[FlowKey, list[Request]] = defaultdict(list)
         self.tenants = Books()
         self.flows: dict[str, Books] = defaultdict(Books)
@@ -135,7 +136,7 @@ def run_crowds(steps: int = 250) -> None:
 def run_newcomers() -> None:
     """Client requests of one prompt each come as fast as they are served; one with two prompts gets its share
     as well."""
-    turns, count, until = FairQueue(), 0, [0, 0]
+    turns, count, until = fair_order(), 0, [0, 0]
 
     def arrive(flow: str) -> None:
         nonlocal count
@@ -157,7 +158,7 @@ def run_newcomers() -> None:
 
 def run_leavers() -> None:
     """A tenant whose requests leave before they are served has lost none of its share."""
-    turns, count, given = FairQueue(), 0, Counter[str]()
+    turns, count, given = fair_order(), 0, Counter[str]()
     for step in range(200):
         for tenant in ("leaves", "stays"):
             count += 2
@@ -175,7 +176,7 @@ def run_leavers() -> None:
 def run_returning_tenant() -> None:
     """A tenant with one large request at a time, and the next as soon as that was served, gets no more than
     the others."""
-    turns, count, given = FairQueue(), 0, Counter[str]()
+    turns, count, given = fair_order(), 0, Counter[str]()
     costs = {"large": 60, "one": 10, "other": 10}
     for _ in range(600):
         for flow, cost in costs.items():
@@ -216,66 +217,134 @@ def test_the_announced_order_is_the_order_of_service(seed: int) -> None:
             crowd.check_order()
 
 
-def test_the_clock_is_the_mean_of_the_served_tokens() -> None:
-    crowd = Crowd(3)
-    for _ in range(400):
-        crowd.random.choice([crowd.arrive, crowd.serve, crowd.serve, crowd.leave])()
-        tenants = crowd.turns._tenants
-        for shares in (tenants, *(tenant.flows for tenant in tenants._children.values())):
-            given = [child.given for child in shares._children.values()] + list(shares._ahead.values())
-            assert shares._clock == pytest.approx(sum(given) / max(len(given), 1))
-            assert len(shares._next_caught_up) <= crowd.count
+def newcomer_after(first: list[tuple[str, int]], rows: int) -> int:
+    """The rows that others get before a newcomer, who comes after `rows` rows; `first`: flows and tokens."""
+    turns = fair_order()
+    for number, (flow, tokens) in enumerate(first):
+        turns.add(waiting(number, "", flow, tokens))
+
+    def serve() -> str:
+        request = turns.head()
+        turns.remove(request, request.waiting.cost)
+        return request.flow_key[1]
+
+    for _ in range(rows):
+        serve()
+    turns.add(waiting(len(first), "", "newcomer", 1))
+    return [serve() for _ in range(len(turns))].index("newcomer")
+
+
+def run_large_one() -> None:
+    """A large request has just been served, and a newcomer waits until the others have had their share of it."""
+    flows = [("large", 1000), *((f"small {number % 10}", 10) for number in range(10_000))]
+    assert newcomer_after(flows, 1) <= 1000 // 11 + 10
+
+
+def run_single_ones() -> None:
+    """As fewer wait, the share of each in what is served becomes larger. The flow that waits is behind by one row."""
+    flows = [*((f"single {number}", 10) for number in range(1000)), *[("many", 10)] * 20]
+    assert newcomer_after(flows, 1000) <= 2
+
+
+def run_departures() -> None:
+    """Flows come and leave without a turn; then a newcomer with many requests alternates with the two that wait."""
+    turns = fair_order()
+    for number in range(200):
+        turns.add(waiting(number, "", f"waits {number % 2}", 10))
+
+    def serve() -> str:
+        request = turns.head()
+        turns.remove(request, 10)
+        return request.flow_key[1]
+
+    for number in range(200, 250):
+        serve()
+        leaves = waiting(number, "", "leaves", 10)
+        turns.add(leaves)
+        assert serve() != "leaves", "it is next but one"
+        turns.remove(leaves)
+    for number in range(250, 270):
+        turns.add(waiting(number, "", "newcomer", 10))
+    assert [serve() for _ in range(9)].count("newcomer") <= 4
+
+
+def test_a_newcomer_does_not_wait_for_the_others_to_catch_up_with_a_large_request() -> None:
+    run_large_one()
+
+
+def test_a_newcomer_gains_nothing_from_those_that_left_before_their_turn() -> None:
+    run_departures()
+
+
+def test_a_newcomer_waits_for_one_row_after_any_number_of_short_flows() -> None:
+    run_single_ones()
 
 
 def test_the_memory_of_served_tenants_does_not_grow_with_the_number_of_requests() -> None:
     """Regression: short requests may overtake those that wait: each left an entry until the clock had caught up with
     it."""
-    turns = FairQueue()
+    turns = fair_order()
     turns.add(waiting(1, "waits", "one", MOST))
     for number in range(2, 2000):
         request = waiting(number, "comes back", f"flow {number}", 1)
         turns.add(request)
         turns.remove(request, 1)
     assert len(turns._tenants._ahead) == 1
-    assert len(turns._tenants._next_caught_up) < 100
-    turns.remove(turns._tenants._children["waits"].head, MOST)
+    for number in range(2000, 4000):
+        turns.add(waiting(number, "waits", f"flow {number}", 1))
+        turns.remove(turns.head(), MOST)
+    assert len(turns._tenants.children["waits"].flows._ahead) < 100
+    turns.remove(turns._tenants.children["waits"].head, MOST)
     assert not len(turns)
 
 
 def stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock shows where the tenant served last began."""
 
-    def go_on(self: Shares, tokens: float) -> None:
-        if len(self.order):
-            self._clock = max(self._clock, min(child.given for child in self._children.values()))
+    def advance(self: Shares[Any], lowest: float, share: float, amount: float) -> None:
+        self._clock = max(self._clock, lowest)
 
-    monkeypatch.setattr(Shares, "_advance_clock", go_on)
+    monkeypatch.setattr(Shares, "_advance", advance)
 
 
 def do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
-    def go_on(self: Shares, tokens: float) -> None:
-        self._clock += tokens
+    advance = Shares._advance
+    monkeypatch.setattr(Shares, "_advance", lambda self, lowest, share, amount: advance(self, lowest, amount, amount))
 
-    monkeypatch.setattr(Shares, "_advance_clock", go_on)
+
+def fall_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock may be behind all that wait."""
+
+    def advance(self: Shares[Any], lowest: float, share: float, amount: float) -> None:
+        self._clock = max(self._clock, min(self._clock + share, lowest + amount))
+
+    monkeypatch.setattr(Shares, "_advance", advance)
+
+
+def do_not_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock may be far ahead of those that wait."""
+
+    def advance(self: Shares[Any], lowest: float, share: float, amount: float) -> None:
+        self._clock = max(self._clock, lowest) + share
+
+    monkeypatch.setattr(Shares, "_advance", advance)
 
 
 def forget_departed_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant that was served and left takes no part: the clock advances too fast, and a returning tenant starts at
-    it."""
-    leave = Shares._leave
+    """A tenant that was served and left starts at the clock when it returns."""
+    depart = Shares._depart
 
-    def leave_and_forget(self: Shares, name: str, given: float) -> None:
-        leave(self, name, given)
+    def depart_and_forget(self: Shares[Any], name: str, given: float) -> None:
+        depart(self, name, given)
         self._ahead.clear()
-        self._next_caught_up.clear()
 
-    monkeypatch.setattr(Shares, "_leave", leave_and_forget)
+    monkeypatch.setattr(Shares, "_depart", depart_and_forget)
 
 
 def charge_departing_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     remove = FairQueue.remove
     monkeypatch.setattr(
-        FairQueue, "remove", lambda self, request, tokens=0: remove(self, request, tokens or request.waiting.cost)
+        FairQueue, "remove", lambda self, request, charge=0: remove(self, request, charge or request.waiting.cost)
     )
 
 
@@ -421,7 +490,9 @@ def test_a_newcomer_is_next_but_one_for_any_queue() -> None:
 
 FAULTS = [
     (stand_still, run_newcomers),
-    (do_not_divide, run_crowds),
+    (do_not_divide, run_large_one),
+    (fall_behind, run_departures),
+    (do_not_limit, run_single_ones),
     (forget_departed_tenants, run_returning_tenant),
     (charge_departing_requests, run_leavers),
 ]

@@ -10,9 +10,8 @@ from helpers.scheduling import Bench
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler import chunking
+from sglang_jax.scheduler import chunking, waiting_queue
 from sglang_jax.scheduler.admission import AGED_TURN, PASSED_TURN, Admission
-from sglang_jax.scheduler.fair_queue import FairQueue
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
@@ -172,11 +171,7 @@ def test_a_longer_backlog_does_not_make_another_request_of_the_same_key_wait_lon
 
 def by_policy_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tenants do not alternate among the requests that a policy orders."""
-
-    def one_tenant(self: FairQueue, request: Request) -> tuple[str, str]:
-        return request.flow_key if self._by_flow else ("", "")
-
-    monkeypatch.setattr(FairQueue, "_names", one_tenant)
+    monkeypatch.setattr(waiting_queue, "_tenant_only", lambda request: ("", ""))
 
 
 def longest_prefix_of_any_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,10 @@ class Order(Generic[Item]):
         """The first item, which must exist."""
         return self._entries[self._begin][1]
 
+    def lowest(self) -> Key:
+        """The key of the first item, which must exist."""
+        return self._entries[self._begin][0]
+
     def first(self, count: int) -> Iterator[Item]:
         """The first `count` items, as of now."""
         return map(_ITEM, self._entries[self._begin : self._begin + count])

@@ -1,0 +1,1 @@
+"""Queues in which tenants share fairly; nothing here knows what waits."""
