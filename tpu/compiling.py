@@ -32,7 +32,7 @@ from sglang_jax.jax_runner.building import (
 from sglang_jax.jax_runner.builds import Executable
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.kv_scales import calibration_inputs, calibration_program
-from sglang_jax.jax_runner.model_programs import programs_of, whole
+from sglang_jax.jax_runner.model_programs import programs_of, replicated_shapes
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
@@ -211,7 +211,7 @@ def _build_calibration(
     spec, batch = calibration_inputs(parallel, dtype, page_size, _PLATFORM)
     # Kernels read the mesh from the context.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled: Executable = program.lower(placed, spec.memory(mesh), whole(batch, mesh)).compile()
+        compiled: Executable = program.lower(placed, spec.memory(mesh), replicated_shapes(batch, mesh)).compile()
     return compiled
 
 

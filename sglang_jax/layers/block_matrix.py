@@ -32,13 +32,13 @@ class BlockProduct:
 
     - `target`: its name in XLA's CPU backend.
     - `threads`: maximum threads that it uses.
-    - `most_rows`: maximum rows of a product.
+    - `max_rows`: maximum rows of a product.
     """
 
     encoding: Encoding
     target: str
     threads: int
-    most_rows: int
+    max_rows: int
 
     def multiply(self, x: jax.Array, levels: jax.Array, scales: jax.Array) -> jax.Array:
         """bfloat16 `x [T, inputs]` times a matrix in the layout of `cpu_kernels.block_layout` → float32 `[T,
@@ -96,7 +96,7 @@ class BlockMatrix(nnx.Module):
         self.arrays = nnx.Dict(levels=_packed(levels), scales=_packed(scales))
 
     def serves(self, rows: int) -> bool:
-        return rows <= self.product.most_rows
+        return rows <= self.product.max_rows
 
     def multiply(self, x: jax.Array) -> jax.Array:
         """bfloat16 `x [T, *in]` → float32 `[T, outputs]`."""
