@@ -28,12 +28,8 @@ _BYTES = {ValueType.INT4: jnp.uint8, ValueType.INT8: jnp.int8}
 
 @dataclass(frozen=True, slots=True)
 class BlockProduct:
-    """The kernel of products with matrices of one encoding.
-
-    - `target`: its name in XLA's CPU backend.
-    - `threads`: maximum threads that it uses.
-    - `max_rows`: maximum rows of a product.
-    """
+    """The kernel of products with matrices of one encoding: its name in XLA's CPU backend (`target`), maximum threads
+    that it uses, and maximum rows of a product."""
 
     encoding: Encoding
     target: str
@@ -59,11 +55,9 @@ def no_blocks(_: Encoding) -> None:
 
 
 class BlockMatrix(nnx.Module):
-    """A matrix `[*out, inputs]` in blocks, without values at first: loaded as stored, and then packed.
-
-    Its weights equal those of the matrix in bfloat16, bit for bit, so a product differs only by the order of its
-    float32 sums. That order is the same for any number of rows.
-    """
+    """A matrix `[*out, inputs]` in blocks, without values at first: loaded as stored, and then packed. Its weights
+    equal those of the matrix in bfloat16, bit for bit, so a product differs only by the order of its float32 sums,
+    which is the same for any number of rows."""
 
     def __init__(self, product: BlockProduct, inputs: int, outputs: Sizes, parts: Sequence[Part]) -> None:
         """`parts`: the matrices that it consists of. The number of outputs must be a multiple of 4."""
