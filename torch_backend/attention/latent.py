@@ -1,8 +1,6 @@
-"""Attention over latent vectors in two equivalent forms: see `sglang_jax/layers/latent_attention.py`.
-
-Absorbed: queries are multiplied by the key projection, and attend to latent vectors. Expanded: keys and values are
-computed from one tile of latent vectors at a time, for a softmax in progress (FlashAttention, Dao et al. 2022).
-"""
+"""Attention over latent vectors in two equivalent forms: see `sglang_jax/layers/latent_attention.py`. Absorbed: queries
+are multiplied by the key projection, and attend to latent vectors. Expanded: keys and values are computed from one tile
+of latent vectors at a time, for a softmax in progress (FlashAttention, Dao et al. 2022)."""
 
 from __future__ import annotations
 
@@ -106,7 +104,6 @@ class _Softmax:
 
 
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Matrix product with a float32 result."""
     return torch.bmm(x, y) if x.dtype == torch.float32 else torch.bmm(x, y, out_dtype=torch.float32)
 
 

@@ -1,8 +1,6 @@
-"""The minimum number of places that each pass must find in a model.
-
-It follows from modules and their names, and from which nodes of the graph depend on positions, but not from patterns.
-So a pass whose pattern no longer fits transformers' code is an error, instead of silently slower.
-"""
+"""The minimum number of places that each pass must find in a model. It follows from modules and their names, and from
+which nodes of the graph depend on positions, but not from patterns. So a pass whose pattern no longer fits
+transformers' code is an error, instead of silently slower."""
 
 from __future__ import annotations
 

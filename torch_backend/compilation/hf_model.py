@@ -35,10 +35,8 @@ def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Creates a `...ForCausalLM` with undefined parameters and correct buffers, whose attention is to be traced.
-
-    **Raises:** `ConfigError` for a config whose model cannot be served.
-    """
+    """Creates a `...ForCausalLM` with undefined parameters and correct buffers, whose attention is to be traced. Raises
+    `ConfigError` for a config whose model cannot be served."""
     _refuse(config)
     AttentionInterface.register(_TRACED, _traced_attention)
     with no_init_weights():
