@@ -37,10 +37,8 @@ _DEPENDS_ON_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException, D
 
 
 def trace(model: PreTrainedModel) -> Program:
-    """Returns the graphs of a model, for any number of tokens.
-
-    **Raises:** `ConfigError` naming the reason and the place if a model's code cannot be traced.
-    """
+    """Returns the graphs of a model, for any number of tokens. Raises `ConfigError` naming the reason and the place if
+    a model's code cannot be traced."""
     begin = time.perf_counter()
     kind = model.config.model_type
     parameters = dict(model.named_parameters())

@@ -1,8 +1,6 @@
-"""The twin: a tiny random model with a config's structure, rewritten and compared with transformers' own results.
-
-With it, each start verifies on this machine, with its versions of transformers and torch, that a model's rewritten
-graph computes what transformers does: over pages, in chunks, token by token, and in steps that mix both.
-"""
+"""The twin: a tiny random model with a config's structure, rewritten and compared with transformers' own results. With
+it, each start verifies on this machine, with its versions of transformers and torch, that a model's rewritten graph
+computes what transformers does: over pages, in chunks, token by token, and in steps that mix both."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ def check_twin(
     values: Mapping[str, Any], manager: PassManager, dump: Path | None = None, parallel: TensorParallel = SINGLE
 ) -> None:
     """Compares the twin of a config of `values`, sharded over the ranks of `parallel`, whose sums are on the host, with
-    transformers. Its graphs are written to the folder `dump`.
-
-    **Raises:** `ConfigError` if the two differ, or if the twin cannot be created, traced or rewritten.
-    """
+    transformers. Its graphs are written to the folder `dump`. Raises `ConfigError` if the two differ, or if the twin
+    cannot be created, traced or rewritten."""
     begin = time.perf_counter()
     config = twin_config(values, parallel.size)
     eager = eager_model(config, torch.float32)
