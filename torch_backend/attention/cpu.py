@@ -80,7 +80,6 @@ class CpuAttention:
 
 
 class CpuStep:
-
     def __init__(self, attention: CpuAttention, batch: ForwardBatch) -> None:
         self._attention = attention
         self._batch = batch

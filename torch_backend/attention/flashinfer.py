@@ -90,7 +90,6 @@ class _Part:
 
 
 class FlashInferStep:
-
     def __init__(self, attention: FlashInferAttention, batch: ForwardBatch) -> None:
         self._attention = attention
         self._batch = batch

@@ -132,7 +132,7 @@ def _cut(
     if len(marks) != 1:
         raise refused(kind, f"its body returns hidden states {len(marks)} times instead of once")
     (result,) = (node for node in traced.graph.nodes if node.op == "output")
-    behind = _depends_on(marks[0])
+    after_mark = _depends_on(marks[0])
     graphs = []
     for in_head in (False, True):
         graph = fx.Graph()
@@ -153,7 +153,7 @@ def _cut(
             copies[node] = _copy(traced, graph, node, copies, names, parameters, constants)
         graph.output(copies[end])
         graphs.append(graph)
-        assert in_head or not behind & copies.keys()
+        assert in_head or not after_mark & copies.keys()
     return Program(kind, dtype, graphs[0], graphs[1], constants)
 
 

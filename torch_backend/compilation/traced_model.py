@@ -190,11 +190,11 @@ def _is_linear(node: fx.Node) -> bool:
 def check_sites(program: Program, config: ModelConfig, shard: ModelShard) -> None:
     """Raises `ConfigError` naming the first layer in which the graph's attention on this rank differs from the
     config."""
-    strange = sorted(program.sites.keys() - range(config.num_layers))
+    unknown = sorted(program.sites.keys() - range(config.num_layers))
     for number, layer in enumerate(config.layers):
         attention, site = layer.kv_attention, program.sites.get(number)
         assert attention is not None
-        if site is None or strange:
+        if site is None or unknown:
             raise refused(
                 program.model_type,
                 f"attention is computed in layers {sorted(program.sites)}, but the config has {config.num_layers}",
