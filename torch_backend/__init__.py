@@ -1,7 +1,5 @@
-"""The Torch backend: Triton kernels and CUDA graphs on CUDA, torch and compiled kernels on a CPU.
-
-Importing it imports no torch.
-"""
+"""The Torch backend: Triton kernels and CUDA graphs on CUDA, torch and compiled kernels on a CPU. Importing it imports
+no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +16,8 @@ if TYPE_CHECKING:
 
 
 def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
-    """Returns a runner with the checkpoint's weights on the device; the entry point of the backend `torch`.
-
-    **Raises:** `ConfigError` for options that this machine cannot meet, `CheckpointError` for weights that do not fit.
-    """
+    """Returns a runner with the checkpoint's weights on the device; the entry point of the backend `torch`. Raises
+    `ConfigError` for options that this machine does not support, `CheckpointError` for weights that do not fit."""
     if find_spec("torch") is None:
         raise ConfigError(f"the Torch backend needs torch: {how_to_install('cuda')}, or '.[torch]' on a CPU")
     if config.nnodes > 1:

@@ -26,12 +26,10 @@ class ForwardBatch:
     to sequence i; if `num_decode == R` (a decode step), all sequences do. Captured steps have sequences of padding
     (`kv_lens` is 0): with one token each among the first `num_decode`, with any number or none after them.
 
-    - `tokens`: int32 `[T]`.
-    - `positions`: int32 `[T]`, 0 for padding.
+    - `tokens`: int32 `[T]`. `positions`: int32 `[T]`, 0 for padding.
     - `write_slots`: int64 `[T]`, `page * page_size + offset`; padding writes to page 0.
     - `page_table`: int32 `[R, P]`, 0 where unused. For layers with a window, entries before it are undefined.
-    - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
-    - `query_starts`: int32 `[R + 1]`.
+    - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding. `query_starts`: int32 `[R + 1]`.
     - `num_decode`: known to the host, fixed in a captured step.
     - `further`: pages of the cache groups after the first, which has `write_slots` and `page_table`; not of state
       groups.
@@ -49,7 +47,6 @@ class ForwardBatch:
     states: StateRows | None = None
 
     def of_group(self, group: int) -> ForwardBatch:
-        """Returns the batch with the pages of one cache group."""
         if group == 0:
             return self
         pages = self.further[group - 1]

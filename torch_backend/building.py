@@ -36,12 +36,8 @@ _STATE_DTYPES = {MambaDtype.FLOAT32: torch.float32, MambaDtype.BFLOAT16: torch.b
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """A rank's shard of a model before its weights are loaded.
-
-    - `kv_form`: dtypes of its keys and values.
-    - `weight_bytes`: bytes that the weights will take; `load` loads them.
-    - `in_8_bits`: matrices that stay in 8 bits in memory, and their dtype.
-    """
+    """A rank's shard of a model before its weights are loaded, with the dtypes of its keys and values, the bytes that
+    the weights will take, and the matrices that stay in 8 bits in memory, with their dtype."""
 
     config: ModelConfig
     shard: ModelShard
@@ -67,10 +63,8 @@ class TorchBackend:
     def choose(
         cls, config: EngineConfig, models: Models, device: torch.device, parallel: TensorParallel
     ) -> TorchBackend:
-        """Chooses dtypes and kernels for the models on a device.
-
-        **Raises:** `ConfigError` for options that the device does not support.
-        """
+        """Chooses dtypes and kernels for the models on a device. Raises `ConfigError` for options that it does not
+        support."""
         dtype = select_dtype(config.dtype, device)
         kv_form = kv_form_of(config, dtype)
         shards = [(each.config, ModelShard.of(each.config, parallel.rank, parallel.size)) for each in models.all]
@@ -102,10 +96,7 @@ class TorchBackend:
         return self._unloaded(checkpoint, quantization, self.kv_form, model)
 
     def build_draft(self, draft: Checkpoint) -> UnloadedModel:
-        """See `Backend`.
-
-        **Raises:** `CheckpointError` for an Orbax checkpoint.
-        """
+        """See `Backend`. Raises `CheckpointError` for an Orbax checkpoint."""
         refuse_orbax(draft)
         return self._unloaded(draft, None, KVForm(self.dtype, self.dtype), self._builder(draft, None)())
 
@@ -187,10 +178,8 @@ class TorchBackend:
 
 
 def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
-    """The dtypes of stored keys and values; `dtype` is that of activations.
-
-    **Raises:** `ConfigError` for float8 keys with an attention backend that needs int8 keys.
-    """
+    """The dtypes of stored keys and values; `dtype` is that of activations. Raises `ConfigError` for float8 keys with
+    an attention backend that needs int8 keys."""
     integers = config.attention_backend is AttentionBackend.SAGE
     match config.kv_cache_dtype:
         case KVCacheDtype.INT8:
@@ -209,10 +198,7 @@ def _block_matrices(
     config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels
 ) -> BlockMatrices | None:
     """The kernels for matrices that keep their GGUF blocks, for the model that `build` makes; None if memory is too
-    small.
-
-    **Raises:** `ConfigError` if blocks were asked for and cannot be kept.
-    """
+    small. Raises `ConfigError` if blocks were asked for and cannot be kept."""
     if not config.keep_gguf_blocks:
         return None
     if checkpoint.reader is None or not checkpoint.reads_gguf:
@@ -237,5 +223,4 @@ def refuse_orbax(checkpoint: Checkpoint) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in options and reports."""
     return str(dtype).removeprefix("torch.")

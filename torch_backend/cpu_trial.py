@@ -49,12 +49,9 @@ class CpuKernelsError(Exception):
 
 
 def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
-    """Compiles the kernels, or loads them from `cache_folder`, and compares them with torch on a small step.
-
-    To be called on the thread that will run the kernels.
-
-    **Raises:** `CpuKernelsError` if the form is not supported, or kernels cannot be compiled or compute wrong results.
-    """
+    """Compiles the kernels, or loads them from `cache_folder`, and compares them with torch on a small step. To be
+    called on the thread that will run the kernels. Raises `CpuKernelsError` if the form is not supported, or kernels
+    cannot be compiled or compute wrong results."""
     sizes = sorted({heads.head_dim for heads in form.heads})
     if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or any(size % 2 for size in sizes):
         raise CpuKernelsError(
@@ -116,7 +113,6 @@ def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Te
 def _results_of_attention(
     kernels: CpuKernels, dtype: torch.dtype, heads: HeadForm, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """As `_results`, for layers with these heads."""
     native, head_dim = NativeOperations(), heads.head_dim
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -151,6 +147,6 @@ def _results_of_attention(
             query_starts=torch.tensor(starts, dtype=torch.int32),
             num_decode=counts.count(1) if starts[-1] == len(lens) else 0,
         )
-        asked = queries if batch.decode_only else numbers(starts[-1], *queries.shape[1:])
-        attended = kernels.attention.prepare(batch)(asked, kv, options)
-        yield what, attended, ReferenceAttention().prepare(batch)(asked, kv, options)
+        queried = queries if batch.decode_only else numbers(starts[-1], *queries.shape[1:])
+        attended = kernels.attention.prepare(batch)(queried, kv, options)
+        yield what, attended, ReferenceAttention().prepare(batch)(queried, kv, options)

@@ -24,11 +24,9 @@ _MIN_CAPABILITY = (8, 0)
 
 
 def select_device(wanted: Device, rank: int = 0) -> torch.device:
-    """The device of a tensor-parallel rank; `auto` is a CUDA GPU if the machine has one, else the CPU.
-
-    **Raises:** `ConfigError` with the reason if torch cannot use the GPU. It does not fall back to the CPU, because a
-    user with a GPU does not expect to serve from the CPU.
-    """
+    """The device of a tensor-parallel rank; `auto` is a CUDA GPU if the machine has one, else the CPU. Raises
+    `ConfigError` with the reason if torch cannot use the GPU, without falling back to the CPU: a user with a GPU does
+    not expect to serve from the CPU."""
     if wanted is Device.TPU:
         raise ConfigError(
             "--device tpu is not supported by the torch backend, which runs on cuda or cpu: choose --backend jax"
@@ -63,7 +61,6 @@ def _hides_gpus() -> bool:
 
 
 def _why_no_gpu() -> str:
-    """The reason why torch sees no GPU, and what to do about it."""
     if torch.version.cuda is None:
         return f"it was built without CUDA. Install a CUDA build ({how_to_install('cuda')})"
     if _hides_gpus():

@@ -38,7 +38,6 @@ class WithDraft:
     groups: tuple[int, ...]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """See `Model`: the model's hidden states."""
         hidden = self.model.forward(batch)
         if not batch.decode_only:
             pages = (GroupPages(batch.write_slots, batch.page_table), *batch.further)
@@ -76,11 +75,9 @@ class DraftRequest:
 
 
 class Drafter:
-    """Computes drafts with the draft model, on the stream of the steps.
-
-    **Arguments:** `draft`: the model, with its KV pages; `windows`: of its cache groups, None for full attention;
-    `rows`: the runner's row tensors; `to_device`: copies integers to the device.
-    """
+    """Computes drafts with the draft model, which includes its KV pages, on the stream of the steps. `windows`: of its
+    cache groups, None for full attention; `rows`: the runner's row tensors; `to_device`: copies integers to the
+    device."""
 
     def __init__(
         self,
@@ -126,8 +123,8 @@ class Drafter:
     def _decode(
         self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, write: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns hidden states of `tokens` at `positions` of `rows`, `[n]` all; `write`: those whose keys are
-        stored."""
+        """Hidden states of `tokens` at `positions` of `rows`, `[n]` all; `write`: those whose keys are stored, None for
+        all."""
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         return self._forward(rows, rows, positions, tokens, positions + 1, starts, len(rows), write)
 
@@ -182,14 +179,16 @@ class Drafter:
         together = np.concatenate((rows, backs, [0], ends, rows[sequences], back_of_token)).astype(np.int32)
         on_device = self._to_device(together)
         number, total = len(rows), int(ends[-1])
-        who, back, starts, row_of_token, token_back = torch.split(on_device, [number, number, number + 1, total, total])
-        who, row_of_token = who.long(), row_of_token.long()
-        kv_lens = self._known.lengths[who] - back
+        row_ids, back, starts, row_of_token, token_back = torch.split(
+            on_device, [number, number, number + 1, total, total]
+        )
+        row_ids, row_of_token = row_ids.long(), row_of_token.long()
+        kv_lens = self._known.lengths[row_ids] - back
         positions = (self._known.lengths[row_of_token] - token_back).clamp(min=0)
         tokens = self._known.tokens[row_of_token, positions.long()]
         write = positions >= self._drafted.lengths[row_of_token]
-        self._forward(who, row_of_token, positions, tokens, kv_lens, starts, 0, write)
-        self._drafted.lengths.index_copy_(0, who, torch.maximum(self._drafted.lengths[who], kv_lens))
+        self._forward(row_ids, row_of_token, positions, tokens, kv_lens, starts, 0, write)
+        self._drafted.lengths.index_copy_(0, row_ids, torch.maximum(self._drafted.lengths[row_ids], kv_lens))
 
     def warm_up(self, dump_row: int, sample: Sample) -> None:
         """Runs the kernels of drafting once, in the dump row."""

@@ -1,8 +1,7 @@
 """Drafts on the device: proposes the next tokens of rows, and finds which sampled tokens follow accepted drafts.
 
 Drafts come from a draft model (`draft_model.py`), or from an earlier occurrence of the end of a row's text: prompt
-lookup decoding (Saxena 2023). A draft costs one query of the step; it is accepted where a text repeats itself, as in
-edited code or quoted passages.
+lookup decoding (Saxena 2023), whose drafts are accepted where a text repeats itself, as in edited code or quotations.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from sglang_jax.runner.plan import DRAFT, HINT_TOKENS, Int32
 
 @dataclass(frozen=True, slots=True)
 class KnownTokens:
-    """The text of every row of a runner that drafts, on the device.
+    """The text of every row of a runner that drafts, on the device, in int32.
 
-    - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; undefined behind the row's length.
-    - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled; the last token is not computed yet.
-    - `hints`: int32 `[rows + 1, HINT_TOKENS]`, passages of other texts to search as well, padded with `DRAFT`.
+    - `tokens` `[rows + 1, max_context + 1]`: prompt and output; undefined after the row's length.
+    - `lengths` `[rows + 1]`: tokens of each row that has sampled; the last token is not computed yet.
+    - `hints` `[rows + 1, HINT_TOKENS]`: passages of other texts to search as well, padded with `DRAFT`.
     """
 
     tokens: torch.Tensor
@@ -63,11 +62,9 @@ class KnownTokens:
         self.lengths.index_copy_(0, torch.where(last, rows, self.dump_row), kv_lens + 1)
 
     def propose(self, drafts: DraftSequences) -> torch.Tensor:
-        """Proposes the next tokens: int32 `[drafts]`, `DRAFT` where there is no match to draft from.
-
-        A draft copies the tokens after the longest match of the text's end, the latest one of equals; a hint's match
-        counts only if it is longer. Where the text runs out, it is assumed to repeat.
-        """
+        """Proposes the next tokens: int32 `[drafts]`, `DRAFT` where there is no match to draft from. A draft copies the
+        tokens after the longest match of the text's end, the latest one of equals; a hint's match counts only if it is
+        longer. Where the text runs out, it is assumed to repeat."""
         of_text = min(drafts.longest, self.tokens.shape[1])  # the columns behind them are the hint's
         tokens = torch.cat((self.tokens[drafts.rows, :of_text], self.hints[drafts.rows]), 1)
         width = tokens.shape[1]
@@ -75,12 +72,12 @@ class KnownTokens:
         columns = torch.arange(width, device=tokens.device)
         in_hint = columns >= of_text
         since_begin = torch.where(in_hint, columns - of_text, columns)
-        alike = in_hint | (columns < last)
+        matching = in_hint | (columns < last)
         matched = torch.zeros_like(tokens)
         for back in range(LONGEST_MATCH):
             wanted = tokens.gather(1, (last - back).clamp(min=0))
-            alike = alike & (tokens.roll(back, 1) == wanted) & (since_begin >= back) & (last >= back)
-            matched += alike
+            matching = matching & (tokens.roll(back, 1) == wanted) & (since_begin >= back) & (last >= back)
+            matched += matching
         later = torch.where(in_hint, since_begin, columns + HINT_TOKENS)
         best, place = torch.where(matched >= SHORTEST_MATCH, matched.long() * width + later, -1).max(dim=1)
         own = drafts.owners
@@ -93,11 +90,8 @@ class KnownTokens:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTokens:
-    """The draft model's tokens and progress.
-
-    - `tokens`: int32 `[rows + 1, drafts]`, each row's drafts of the current step; `DRAFT` for none.
-    - `lengths`: int32 `[rows + 1]`, the length of each row's prefix that the draft model has computed.
-    """
+    """The draft model's drafts for the current step, int32 `[rows + 1, drafts]`, `DRAFT` for none; and the length of
+    each row's prefix that it has computed, int32 `[rows + 1]`."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -122,17 +116,14 @@ class DraftedTokens:
         torch.minimum(self.lengths, known.lengths - 1, out=self.lengths)
 
     def propose(self, drafts: DraftSequences) -> torch.Tensor:
-        """Returns the draft model's tokens, shaped as by `KnownTokens.propose`."""
         return self.tokens[drafts.rows[drafts.owners], drafts.numbers - 1]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSequences:
-    """The drafts of a step, int64 each: `sequences` `[n]`, the sequences that hold them; `numbers` `[n]`,
-    the index of each in its row, from 1; `owners` `[n]`, the index of its row in `rows` `[drafting]`.
-
-    `longest`: the maximum length of a row's text.
-    """
+    """The drafts of a step, int64 each: `sequences` `[n]`, the sequences that hold them; `numbers` `[n]`, the index of
+    each in its row, from 1; `owners` `[n]`, the index of its row in `rows` `[drafting]`. `longest`: the maximum length
+    of a row's text."""
 
     sequences: torch.Tensor
     numbers: torch.Tensor
@@ -158,8 +149,7 @@ class DraftSequences:
 @dataclass(frozen=True, slots=True)
 class StateMoves:
     """The drafts of a decode step, int64 each: `firsts` `[drafting]`, the first sequence of each row with drafts;
-    `drafts` `[n]`, the sequences of all drafts; `owners` `[n]`, the index of each draft's row in
-    `firsts`."""
+    `drafts` `[n]`, the sequences of all drafts; `owners` `[n]`, the index of each draft's row in `firsts`."""
 
     firsts: torch.Tensor
     drafts: torch.Tensor
@@ -188,10 +178,9 @@ class StateMoves:
 def kept_samples(
     draft_numbers: torch.Tensor, computed: torch.Tensor, sampled: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which lines follow only accepted drafts, and which of them are the last of their row: bool `[n]` each.
-
-    `computed`: the token that each line computed; `sampled`: the one that it sampled; `most`: maximum drafts of a row.
-    """
+    """Which lines follow only accepted drafts, and which of them are the last of their row: bool `[n]` each.
+    `computed`: the token that each line computed; `sampled`: the one that it sampled; `most`: maximum drafts of a
+    row."""
     first = draft_numbers == 0
     accepted = sampled.roll(1) == computed
     kept = first

@@ -1,7 +1,5 @@
-"""`python -m torch_backend.follower FD`: one tensor-parallel rank, which receives orders over a connection.
-
-It ends when the connection closes, so it cannot outlive rank 0's process.
-"""
+"""`python -m torch_backend.follower FD`: one tensor-parallel rank, which receives orders over a connection. It ends
+when the connection closes, so it cannot outlive rank 0's process."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 
 def main(orders: Connection) -> None:
-    """Follows orders until `Leave`."""
     # A terminal sends interrupts to the whole process group; rank 0's parent handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -34,7 +34,6 @@ class Assignment:
     json_logs: bool
 
     def engine_config(self) -> EngineConfig:
-        """The options of the whole engine."""
         return EngineConfig.model_validate_json(self.config)
 
 
@@ -52,9 +51,7 @@ class _Follower:
 
 class LocalFollowers:
     """`Followers` on this machine: starts one process for each rank from 1. If one ends unexpectedly, `check` raises.
-
-    Followers end with this process, however it ends, because the connection that they read from closes.
-    """
+    They end with this process, however it ends, because the connection that they read from closes."""
 
     def __init__(self, config: EngineConfig, log_level: int) -> None:
         self._on_loss: Callable[[], None] = _do_nothing
@@ -82,10 +79,8 @@ class LocalFollowers:
         self._note = note
 
     def wait_ready(self) -> None:
-        """Blocks until every follower has opened the checkpoint and is about to join the group.
-
-        **Raises:** `RuntimeError` if one has ended.
-        """
+        """Blocks until every follower has opened the checkpoint and is about to join the group. Raises `RuntimeError`
+        if one has ended."""
         for follower in self._followers:
             while not follower.orders.poll(0.1):
                 self.check()
@@ -157,8 +152,8 @@ def _describe_end(follower: _Follower) -> str:
 
 
 def _do_nothing() -> None:
-    """Placeholder for the action on loss."""
+    pass
 
 
 def _ignore_beat(rank: int, steps: int) -> None:
-    """Placeholder for the callback of beats."""
+    pass

@@ -65,10 +65,8 @@ class Replay(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs that share one memory pool: a replay may overwrite the result of the one before.
-
-    **Arguments:** `stream`: where capturing and replays run.
-    """
+    """CUDA graphs that share one memory pool: a replay may overwrite the result of the one before. `stream`: where
+    capturing and replays run."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -122,14 +120,12 @@ class Bucket(NamedTuple):
 
 
 class StepGraphs:
-    """The captured steps of a runner.
+    """The captured steps of a runner. Raises `ValueError` for `mixed` buckets with drafts: such a runner's steps with
+    prompts read lengths on the host.
 
-    **Arguments:** `buckets`: row counts of decode steps; `mixed`: sizes of steps with prompts; `forward`: what a
-    captured step runs on its inputs; `table`: the cache groups: in each, a decode row may get one page per step and a
-    prompt one for each `page_size` tokens; `drafts`: whether the runner drafts.
-
-    **Raises:** `ValueError` for `mixed` buckets with drafts: such a runner's steps with prompts read lengths on the
-    host.
+    `buckets`: row counts of decode steps; `mixed`: sizes of steps with prompts; `forward`: what a captured step runs on
+    its inputs; `table`: the cache groups: in each, a decode row may get one page per step and a prompt one for each
+    `page_size` tokens; `drafts`: whether the runner drafts.
     """
 
     def __init__(
@@ -208,10 +204,8 @@ class StepGraphs:
         settle: Callable[[StepInputs], None] | None = None,
     ) -> tuple[StepInputs, torch.Tensor]:
         """Replays a bucket on a plan. Returns its inputs and hidden states `[tokens, hidden]`, valid until the next
-        replay.
-
-        `deltas`: at most the layout's number; `draft_numbers`: as in `FlatPlan`; `settle` changes the inputs first.
-        """
+        replay. `deltas`: at most the layout's number; `draft_numbers`: as in `FlatPlan`; `settle` changes the inputs
+        first."""
         captured, layout = self._get(bucket), self.layouts[bucket]
         host = self._stream.host_buffer(layout.size)
         layout.pack(plan, deltas, self._dump_row, host.numpy(), draft_numbers)
@@ -243,10 +237,8 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
 
 def mixed_buckets(max_rows: int, prompt_tokens: int) -> tuple[Bucket, ...]:
     """Sizes of the steps with prompts to capture, for steps of at most `max_rows` decode rows and `prompt_tokens`
-    tokens of prompts.
-
-    Only small ones: the host takes some milliseconds to launch a step, in which a GPU computes hundreds of tokens.
-    """
+    tokens of prompts. Only small ones: the host takes some milliseconds to launch a step, in which a GPU computes
+    hundreds of tokens."""
     rows = (0, *(count for count in (8, 32, 64, 128) if count < max_rows), max_rows)
     prompts = [most for less, most in pairwise((0, 16, 64, 128, 256, 512)) if less < prompt_tokens]
     return tuple(Bucket(decode, prompt) for decode in rows for prompt in prompts)

@@ -73,10 +73,8 @@ def choose_kernels(
 ) -> Kernels:
     """Chooses Triton kernels on a GPU, and on a CPU compiled kernels for a model of `form`, cached in `cache_folder`,
     or torch operations. `wanted`: the attention backend. `auto` falls back to torch operations, with a log line, on a
-    CPU without compiled kernels, and for a model with latent attention (`latents`), which has no kernels yet.
-
-    **Raises:** `ConfigError` for an attention backend that the device or the model does not support.
-    """
+    CPU without compiled kernels, and for a model with latent attention (`latents`), which has no kernels yet. Raises
+    `ConfigError` for an attention backend that the device or the model does not support."""
     known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
     name = known[0] if wanted is AttentionBackend.AUTO else wanted
     if name not in known:
@@ -134,7 +132,6 @@ def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cac
 
 
 def _flashinfer(device: torch.device, form: CpuForm) -> AttentionImplementation:
-    """Returns attention with FlashInfer, an optional dependency."""
     from torch_backend.attention.flashinfer import FlashInferAttention, check_form
 
     check_form(form.dtype, form.kv_dtype, form.heads)

@@ -2,8 +2,8 @@
 
 The model computes fixed sequences of tokens (`sglang_jax.runner.kv_scales`) with a cache of its own dtype, and each kv
 head's mean is taken from the pages. Rotary embedding rotates this mean with the position, so the mean of a few first
-positions would be wrong at later ones: the sequences are spread over the whole context. Attention within a sequence
-does not depend on where it starts.
+positions would be wrong at later ones: the sequences are spread over the whole context, which does not change attention
+within them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ def give_key_means(
     dtype: torch.dtype,
     max_context: int,
 ) -> None:
-    """Writes the mean of keys into the `token_scales` of every layer that has them.
+    """Writes the mean of keys into the `token_scales` of every layer that has them. Raises `ConfigError` naming the
+    layers whose keys are not finite.
 
-    **Arguments:** `forward(batch, kv)`: the loaded model, which all ranks call at the same time; `kv`: its memory,
-    which determines each layer's heads and page size; `dtype`: of activations.
-
-    **Raises:** `ConfigError` naming the layers whose keys are not finite.
+    `forward(batch, kv)`: the loaded model, which all ranks call at the same time; `kv`: its memory, which determines
+    each layer's heads and page size; `dtype`: of activations.
     """
     pages = [layer.pages for layer in kv if layer.pages is not None]
     device, page_size = pages[0].keys.device, pages[0].page_size
@@ -68,7 +67,6 @@ def give_key_means(
 
 
 def _like(pages: KVPages, num_pages: int, dtype: torch.dtype) -> KVPages:
-    """Allocates pages of a layer's heads in `dtype`."""
     _, kv_heads, page_size, head_dim = pages.keys.shape
     return KVPages.allocate(num_pages, kv_heads, page_size, head_dim, dtype, pages.keys.device)
 
@@ -99,7 +97,6 @@ def calibration_batch(config: ModelConfig, page_size: int, max_context: int, dev
 
 
 def _fresh_states(starts: torch.Tensor, length: int) -> StateRows:
-    """State rows of new sequences of `length` tokens each."""
     slots = 1 + torch.arange(len(starts) - 1, device=starts.device)
     tokens = torch.arange(length * len(slots), device=starts.device)
     return StateRows(

@@ -25,7 +25,6 @@ class KVForm:
 
     @property
     def name(self) -> str:
-        """For reports: `bfloat16`, or `int8 keys, bfloat16 values`."""
         keys, values = (str(dtype).removeprefix("torch.") for dtype in (self.keys, self.values))
         return keys if keys == values else f"{keys} keys, {values} values"
 
@@ -33,7 +32,6 @@ class KVForm:
         return self.values if array.name == "values" else self.keys
 
     def bytes_per_token(self, arrays: Iterable[CachedArray]) -> int:
-        """Bytes of one token in one layer of one rank that stores these arrays."""
 
         def of_head(array: CachedArray) -> int:
             dtype = self.of(array)
@@ -47,8 +45,8 @@ class TokenScales:
     """Scales of int8 keys and values of one layer. A token's scale depends only on that token, so that a page's content
     does not depend on which request wrote it, or when.
 
-    - `keys`: float32 `[num_pages, kv_heads, page_size]`: a key is `key_mean + scale * stored`.
-    - `values`: the same, without a mean; None if values are not int8.
+    - `keys`: float32 `[num_pages, kv_heads, page_size]`: a key is `key_mean + scale * stored`. `values`: the same,
+      without a mean; None if values are not int8.
     - `key_mean`: float32 `[kv_heads, head_dim]`, fixed once the model is loaded. Keys have channels that are large for
       every token; without these, the remainder needs a smaller scale. The idea is from SageAttention (Zhang et al.
       2025), which uses the mean of the sequence.
@@ -62,7 +60,6 @@ class TokenScales:
     def allocate(
         cls, num_pages: int, kv_heads: int, page_size: int, head_dim: int, form: KVForm, device: torch.device
     ) -> TokenScales:
-        """Allocates zeroed scales, with a mean of zeros."""
         sides = [torch.zeros((num_pages, kv_heads, page_size), dtype=torch.float32, device=device) for _ in range(2)]
         mean = torch.zeros((kv_heads, head_dim), dtype=torch.float32, device=device)
         return cls(sides[0], sides[1] if form.values == torch.int8 else None, mean)
@@ -87,7 +84,6 @@ class KVPages:
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
         return self.keys.shape[2]
 
     @property
@@ -136,10 +132,8 @@ class KVPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Memory of a layer: pages if it has attention, and the pools of its recurrent state if it has one.
-
-    `expert_tokens`: tokens routed to each expert, int64 `[experts]`, if counted.
-    """
+    """Memory of a layer: pages if it has attention, the pools of its recurrent state if it has one, and, if counted,
+    the tokens routed to each expert, int64 `[experts]`."""
 
     pages: KVPages | None = None
     states: States = ()
@@ -157,7 +151,6 @@ class StateDtypes:
         return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
 
     def allocate(self, slots: int, arrays: Iterable[StateArray], device: torch.device) -> States:
-        """Allocates zeroed pools of a layer's state."""
         return tuple(torch.zeros((slots, *array.shape), dtype=self.of(array.dtype), device=device) for array in arrays)
 
     def bytes_of_slot(self, arrays: Iterable[StateArray]) -> int:

@@ -21,7 +21,6 @@ class TorchGroupRunner(GroupRunner):
     """A `GroupRunner` that leaves the process group when it is closed."""
 
     def close(self) -> None:
-        """Ends every rank."""
         try:
             super().close()
         finally:
@@ -29,10 +28,8 @@ class TorchGroupRunner(GroupRunner):
 
 
 def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunner:
-    """Returns a runner over `config.tp_size` devices, each with its own process; the first is this one.
-
-    **Raises:** `ConfigError`, `CheckpointError` as for one device; `RuntimeError` if another process fails.
-    """
+    """Returns a runner over `config.tp_size` devices, each with its own process; the first is this one. Raises
+    `ConfigError`, `CheckpointError` as for one device, and `RuntimeError` if another process fails."""
     select_device(config.device, config.tp_size - 1)
     _refuse(config, checkpoint)
     followers = LocalFollowers(config, logs.own_level())

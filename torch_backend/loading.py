@@ -46,21 +46,16 @@ class PagedTransformer:
     kv: Sequence[LayerMemory]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states `[T, hidden]`."""
         hidden: torch.Tensor = self.transformer(batch, self.kv)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[m, vocab]`."""
         return self.transformer.logits(hidden)
 
 
 def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
     """Returns a runner on `config.device`, or one rank of several. Sizes are determined before any weight is read.
-
-    **Raises:** `ConfigError` for options that machine or model cannot meet, `CheckpointError` for weights that do not
-    fit.
-    """
+    Raises as `create_runner`."""
     refuse_orbax(checkpoint)
     device = select_device(config.device, parallel.rank)
     stream: Stream = CpuThread() if device.type == "cpu" else CudaStream(device)
@@ -136,7 +131,6 @@ def _allocate_main(
 
 
 def _with_counts(kv: Sequence[LayerMemory], config: ModelConfig, device: torch.device) -> list[LayerMemory]:
-    """Adds a counter for each expert."""
     counts = [torch.zeros(layer.num_experts, dtype=torch.int64, device=device) for layer in config.layers]
     return [
         replace(memory, expert_tokens=count if len(count) else None) for memory, count in zip(kv, counts, strict=True)
@@ -145,10 +139,8 @@ def _with_counts(kv: Sequence[LayerMemory], config: ModelConfig, device: torch.d
 
 def _kv_factor(config: EngineConfig, checkpoint: Checkpoint, form: KVForm) -> float | None:
     """The factor for the checkpoint's KV scales: see `kv_scale_factor`. None for int8 keys, which have a scale per
-    token, and a mean that the checkpoint may contain.
-
-    **Raises:** `CheckpointError` for scales and means that cannot be used.
-    """
+    token, and a mean that the checkpoint may contain. Raises `CheckpointError` for scales and means that cannot be
+    used."""
     if form.keys != torch.int8:
         return kv_scale_factor(checkpoint, config.kv_cache_dtype)
     parameters = checkpoint.kv_parameters()
@@ -175,7 +167,6 @@ def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels
 def _mixed_buckets(
     config: EngineConfig, model: ModelConfig, kernels: Kernels, most_rows: int, sizes: Sizes
 ) -> tuple[Bucket, ...]:
-    """Sizes of the steps with prompts to capture, with at most `most_rows` decode rows."""
     reason = None
     if model.keeps_states and kernels.states.reads_lengths:
         reason = "layers with a recurrent state read lengths on the host"

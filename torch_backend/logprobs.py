@@ -32,10 +32,8 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int
 def prompt_logprobs(
     hidden: torch.Tensor, targets: torch.Tensor, alternatives: int, to_logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> Logprobs:
-    """Logprob of the token that follows each position, `PROMPT_BLOCK` positions at a time.
-
-    **Arguments:** `hidden` `[m, hidden]`; `targets` int32 `[m]`; `to_logits`: `[b, hidden]` → float32 `[b, vocab]`.
-    """
+    """Logprobs of `targets` int32 `[m]`, the tokens after each position of `hidden` `[m, hidden]`, `PROMPT_BLOCK`
+    positions at a time. `to_logits`: `[b, hidden]` → float32 `[b, vocab]`."""
     found = [
         token_logprobs(
             to_logits(hidden[start : start + PROMPT_BLOCK]), targets[start : start + PROMPT_BLOCK], alternatives

@@ -15,8 +15,6 @@ _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class NativeOperations:
-    """`Operations` without kernels."""
-
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return normalise(x.to(torch.float32, copy=True), weight, eps).to(x.dtype)
 
@@ -51,13 +49,13 @@ class NativeOperations:
         kv_heads, page_size, head_dim = kv.keys.shape[1:]
         parts = qkv.view(qkv.shape[0], -1, head_dim)
         heads = parts.shape[1] - 2 * kv_heads
-        turning = parts.narrow(1, 0, heads + kv_heads).to(torch.float32, copy=True)
+        to_rotate = parts.narrow(1, 0, heads + kv_heads).to(torch.float32, copy=True)
         if norms is not None:
             weights = torch.cat((norms.query.expand(heads, -1), norms.key.expand(kv_heads, -1)))
-            turning = normalise(turning, weights, norms.eps)
-        turned = rotate(turning, rotation)
+            to_rotate = normalise(to_rotate, weights, norms.eps)
+        rotated = rotate(to_rotate, rotation)
         slots = (write_slots // page_size, write_slots % page_size)
-        keys, values = turned.narrow(1, heads, kv_heads), parts.narrow(1, heads + kv_heads, kv_heads)
+        keys, values = rotated.narrow(1, heads, kv_heads), parts.narrow(1, heads + kv_heads, kv_heads)
         scales = kv.token_scales
         if scales is None:
             _write(kv.keys, kv.key_scale, slots, keys)
@@ -67,7 +65,7 @@ class NativeOperations:
             _write(kv.values, kv.value_scale, slots, values)
         else:
             _write_integers(kv.values, scales.values, slots, values.float())
-        return turned.narrow(1, 0, heads).to(qkv.dtype).contiguous()
+        return rotated.narrow(1, 0, heads).to(qkv.dtype).contiguous()
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,9 +1,7 @@
-"""Exact random sampling on a CPU that computes filters and Gumbel noise only for the tokens that can be sampled.
-
-Of 50 to 150 thousand tokens of a vocabulary, sampling can reach a few hundred. Sorting all tokens, or computing 20
-rounds of Threefry for each, would take longer than the model's step. Instead, each row starts with the tokens near its
-most likely one, and considers others only if the result may be among them.
-"""
+"""Exact random sampling on a CPU that computes filters and Gumbel noise only for the tokens that can be sampled: a few
+hundred of a vocabulary of 50 to 150 thousand. Sorting all tokens, or computing 20 rounds of Threefry for each, would
+take longer than the model's step. Instead, each row starts with the tokens near its most likely one, and considers
+others only if the result may be among them."""
 
 from __future__ import annotations
 
@@ -78,10 +76,8 @@ def _nucleus(distances: Float32, near: Float32, kept: np.float32, top_p: np.floa
 
 
 def _gumbel_argmax(distances: Float32, limit: np.float32, key: tuple[int, int], position: int) -> int:
-    """The token within `limit` with the largest noise minus distance, the first of equals.
-
-    Noise is bounded: once one token has a score, tokens too far away to reach it need no noise.
-    """
+    """The token within `limit` with the largest noise minus distance, the first of equals. Noise is bounded: once one
+    token has a score, tokens too far away to reach it need no noise."""
     first = _tokens_between(distances, np.float32(-1.0), min(_NEAR, limit))
     scores = gumbel_noise(key, position, first) - distances[first]
     best = scores.argmax()
@@ -98,7 +94,6 @@ def _gumbel_argmax(distances: Float32, limit: np.float32, key: tuple[int, int], 
 
 
 def _tokens_between(distances: Float32, above: np.float32, limit: np.float32) -> NDArray[np.uint32]:
-    """Ids of the tokens at distances in (above, limit]."""
     inside = distances <= limit
     if above >= 0:
         inside &= distances > above

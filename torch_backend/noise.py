@@ -1,7 +1,5 @@
-"""Counter-based randomness: the noise of a sample is a function of only (seed, position, token id).
-
-The JAX backend and the Triton kernel compute the same function, so a request samples the same tokens on all of them.
-"""
+"""Counter-based randomness: the noise of a sample is a function of only (seed, position, token id), the same one in the
+JAX backend and the Triton kernel, so a request samples the same tokens on all of them."""
 
 from __future__ import annotations
 
@@ -36,10 +34,8 @@ def threefry_2x32(key: tuple[int, int], position: int, token_ids: UInt32) -> UIn
 
 
 def gumbel_noise(key: tuple[int, int], position: int, token_ids: UInt32) -> NDArray[np.float32]:
-    """Standard Gumbel variates, float32 `[ids]`, of the tokens `token_ids`.
-
-    **Arguments:** `key`: the request's seed, low word first.
-    """
+    """Standard Gumbel variates, float32 `[ids]`, of the tokens `token_ids`. `key`: the request's seed, low word
+    first."""
     bits = threefry_2x32(key, position, token_ids)
     # 23 bits plus a half: strictly inside (0, 1), so that both logarithms are finite.
     uniform = ((bits >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)

@@ -14,10 +14,8 @@ from torch_backend.parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary tables of a step: cosines and sines, float32 `[T, head_dim / 2]`, of each token's position.
-
-    Pairs of a head are (i, i + head_dim / 2), as in Llama checkpoints.
-    """
+    """Rotary tables of a step: cosines and sines, float32 `[T, head_dim / 2]`, of each token's position. Pairs of a
+    head are (i, i + head_dim / 2), as in Llama checkpoints."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -51,9 +49,7 @@ class Operations(Protocol):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the norm of `x + residual`, and that sum, rounded to its dtype before the norm. Both `[T, hidden]`.
-
-        An implementation may write the sum into `residual` and the norm into `x`; callers use neither again.
-        """
+        An implementation may write the sum into `residual` and the norm into `x`; callers use neither again."""
         ...
 
     def all_reduce_add_rms_norm(
@@ -79,10 +75,7 @@ class Operations(Protocol):
         kv: KVPages,
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
-        """Applies norms (if given) and rotation to queries and keys, and stores keys and values in their slots.
-
-        **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`: all queries, all keys, all values of each token.
-
-        **Returns:** queries `[T, heads, head_dim]`, contiguous.
-        """
+        """Applies norms (if given) and rotation to queries and keys, and stores keys and values in their slots. `qkv`
+        `[T, (heads + 2 * kv_heads) * head_dim]`: all queries, all keys, all values of each token. Returns queries `[T,
+        heads, head_dim]`, contiguous."""
         ...

@@ -128,9 +128,9 @@ class StepLayout:
             lengths[-1] += self.tokens - lengths.sum()
         query_starts[0] = 0
         np.cumsum(lengths, out=query_starts[1:])
-        who = places[plan.samples]
-        sampled[: len(who)] = who
-        sampled[len(who) :] = np.arange(len(who), self.sampled)
+        sampling = places[plan.samples]
+        sampled[: len(sampling)] = sampling
+        sampled[len(sampling) :] = np.arange(len(sampling), self.sampled)
         delta_rows[:entries] = deltas.rows
         delta_rows[entries:] = dump_row
         delta_columns[:entries] = deltas.columns

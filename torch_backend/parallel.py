@@ -28,9 +28,7 @@ class TensorParallel(Protocol):
         """Concatenates every process's `x [..., n]` in the order of ranks: `[..., size * n]`."""
         ...
 
-    def minimum(self, value: int) -> int:
-        """Returns the minimum of every process's `value`."""
-        ...
+    def minimum(self, value: int) -> int: ...
 
     def on_host(self) -> TensorParallel:
         """Returns the same processes, for tensors on the host."""
@@ -59,7 +57,6 @@ class SingleProcess:
         return value
 
     def on_host(self) -> SingleProcess:
-        """Returns itself."""
         return self
 
 
@@ -67,11 +64,9 @@ SINGLE = SingleProcess()
 
 
 class DistributedTensorParallel:
-    """A process of a `torch.distributed` group: nccl between GPUs, gloo between CPU processes.
-
-    **Arguments:** `group`: for tensors on the device; `control`: a gloo group of the same processes, for values of the
-    host; `sums`: adds up small tensors instead of `group`, if available.
-    """
+    """A process of a `torch.distributed` group: nccl between GPUs, gloo between CPU processes. `group`: for tensors on
+    the device; `control`: a gloo group of the same processes, for values of the host; `sums`: adds up small tensors
+    instead of `group`, if available."""
 
     def __init__(
         self,

@@ -24,13 +24,9 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 def join(
     rank: int, size: int, meeting_point: Path, device: torch.device, *, custom_all_reduce: bool = True
 ) -> DistributedTensorParallel:
-    """Joins the group; blocks until every rank has joined.
-
-    **Arguments:** `meeting_point`: a file that does not exist before the first rank joins; `custom_all_reduce`: whether
-    GPUs add up in symmetric memory if they can, instead of with NCCL.
-
-    **Raises:** `ConfigError` if this process is already in a group.
-    """
+    """Joins the group; blocks until every rank has joined. `meeting_point`: a file that does not exist before the first
+    rank joins; `custom_all_reduce`: whether GPUs add up in symmetric memory if they can, instead of with NCCL. Raises
+    `ConfigError` if this process is already in a group."""
     if torch.distributed.is_initialized():
         raise ConfigError(
             "tp_size above 1 needs torch.distributed, which this process already uses: start the engine in "

@@ -9,10 +9,8 @@ from torch_backend.operations import Rotation
 
 
 class RotaryTables:
-    """Rotary position embedding (Su et al. 2021) with any kind of `RotaryScaling`, computed in float32.
-
-    Angles are computed once per step, for all its layers: tables of 131,072 positions would take 64 MiB.
-    """
+    """Rotary position embedding (Su et al. 2021) with any kind of `RotaryScaling`, computed in float32, once per step
+    for all its layers: tables of 131,072 positions would take 64 MiB."""
 
     def __init__(self, scaling: RotaryScaling, device: torch.device) -> None:
         self._frequencies = torch.tensor(scaling.frequencies(), dtype=torch.float32, device=device)
@@ -38,6 +36,5 @@ class NoRotation:
         self._half = head_dim // 2
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """Tables for as many tokens as there are positions."""
         shape = (len(positions), self._half)
         return Rotation(torch.ones(shape, device=positions.device), torch.zeros(shape, device=positions.device))

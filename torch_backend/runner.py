@@ -55,7 +55,7 @@ _SHORT_PROMPT = 16
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutputs:
-    """Results of a step in host memory: `tokens` int32 and `logprobs` of the sequences that sample, and the logprobs of
+    """Results of a step in host memory: tokens int32 and logprobs of the sequences that sample, and the logprobs of
     each of the plan's requests for prompt logprobs."""
 
     tokens: torch.Tensor | None
@@ -143,12 +143,11 @@ class TorchRunner:
     A launch notes on the host which work the step's rows need and submits the step to the stream, which runs steps in
     order. Sampled tokens stay on the device, by row, where the next step reads them.
 
-    **Arguments:** the runner owns `model` and its KV pages; `stream` and `sampler` default to the CPU's;
-    `graph_buckets`: row counts of the decode steps to capture with `capture` (None: every step is eager);
-    `mixed_buckets`: sizes of the steps with prompts to capture; `details`: entries of the report; `draft`: the draft
-    model with its KV pages, whose pools are those of the spec with `draft`; `states`: the model's state pools, whose
-    slots after those of the spec's pool hold the states after drafts; `counted`: by layer number, int64 `[experts]`, in
-    which the model counts the tokens routed to each expert.
+    The runner owns `model` and its KV pages; `stream` and `sampler` default to the CPU's; `graph_buckets`,
+    `mixed_buckets`: row counts of the decode steps, and sizes of the steps with prompts, to capture with `capture`
+    (None: every step is eager); `draft`: the draft model with its KV pages, whose pools are those of the spec with
+    `draft`; `states`: the model's state pools, whose slots after those of the spec's pool hold the states after drafts;
+    `counted`: by layer number, int64 `[experts]`, in which the model counts the tokens routed to each expert.
     """
 
     def __init__(
@@ -249,10 +248,8 @@ class TorchRunner:
         """See `Runner`. Not announced: Torch compiles single kernels at first use, in seconds."""
 
     def launch(self, plan: StepPlan) -> TorchStep:
-        """Starts a step and returns without waiting for it.
-
-        **Raises:** `ValueError` for a plan beyond the spec; nothing has changed then.
-        """
+        """Starts a step and returns without waiting for it. Raises `ValueError` for a plan beyond the spec; nothing has
+        changed then."""
         if not self._drafts:
             refuse_drafts(plan)
         if not self._table.states:
@@ -314,7 +311,6 @@ class TorchRunner:
         return load_since(self._load_in_warm_up, self._expert_load())
 
     def _expert_load(self) -> tuple[ExpertLoad, ...]:
-        """The load with that of warm-up."""
         if not self._counted:
             return ()
         counts = list(self._counted.values())
@@ -329,7 +325,6 @@ class TorchRunner:
         self._model, self._graphs, self._warm_graphs, self._drafter = _Closed(), None, 0, None
 
     def _run(self, flat: FlatPlan, needs: Needs, wanted: DraftRequest | None) -> DeviceOutputs:
-        """Runs a whole step, on the stream."""
         return self._sample_part(flat, self._forward_part(flat, needs, wanted), needs, None)
 
     def _forward_part(self, flat: FlatPlan, needs: Needs, wanted: DraftRequest | None) -> _Forwarded:
@@ -415,7 +410,6 @@ class TorchRunner:
         return self._model.forward(build_batch(inputs, self._rows, self._page_size, self._table))
 
     def _logits(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of the sequences that sample."""
         count = int(np.count_nonzero(plan.samples))
         if count == plan.num_decode == len(plan.rows):
             last = hidden[:count]
@@ -432,14 +426,14 @@ class TorchRunner:
         masked = None if masks is None else self._masked_lines(plan, masks)
         rows, kv_lens = inputs.rows[sampled].long(), inputs.kv_lens[sampled]
         tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler, masked)
-        reported = self._remember(inputs, sampled, rows, kv_lens, tokens)
+        reported = self._store_tokens(inputs, sampled, rows, kv_lens, tokens)
         if needs & Needs.PENALTIES:
             self._sampling.count(rows, reported)
         if plan.top_logprobs == NO_LOGPROBS:
             return reported, None
         return reported, token_logprobs(logits, tokens, plan.top_logprobs)
 
-    def _remember(
+    def _store_tokens(
         self, inputs: StepInputs, sampled: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
         """Stores the `tokens` of the sequences `sampled` in their `rows`, `[n]` each, and returns the tokens to report

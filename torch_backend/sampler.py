@@ -45,11 +45,9 @@ class TokenSampler(Protocol):
         ...
 
     def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
-        """A random token for each row; the most likely one for rows of temperature 0.
-
-        Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, the Gumbel-max trick. Each filter renormalises
-        the tokens that the filter before it kept, and also keeps tokens that tie with the least likely one it keeps.
-        """
+        """A random token for each row; the most likely one for rows of temperature 0. Order: temperature, top-k, top-p
+        (Holtzman et al. 2019), min-p, the Gumbel-max trick. Each filter renormalises the tokens that the filter before
+        it kept, and also keeps tokens that tie with the least likely one it keeps."""
         ...
 
 
@@ -62,17 +60,12 @@ def sample(
     sampler: TokenSampler,
     masked: MaskedLines | None = None,
 ) -> torch.Tensor:
-    """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row whose logits are not finite (see `TokenSampler`).
+    """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row whose logits are not finite (see `TokenSampler`). Order:
+    mask of tokens, logit bias, mask of stop ids, penalties, then `TokenSampler`.
 
-    Order: mask of tokens, logit bias, mask of stop ids, penalties, then `TokenSampler`.
-
-    **Arguments:**
-
-    - `logits`: float32 `[n, vocab]`.
-    - `state`: of all rows; `rows` int64 `[n]`: the row of each line of logits.
-    - `kv_lens`: int32 `[n]`, position of the token to sample.
-    - `needs`: the parts that any of the rows needs.
-    - `masked`: the lines with a mask of tokens.
+    `logits`: float32 `[n, vocab]`; `state`: of all rows; `rows`: int64 `[n]`, the row of each line of logits;
+    `kv_lens`: int32 `[n]`, position of the token to sample; `needs`: the parts that any of the rows needs; `masked`:
+    the lines with a mask of tokens.
     """
     if masked is not None:
         logits = _mask_tokens(logits, masked)

@@ -28,17 +28,14 @@ class Needs(IntFlag):
 
     @classmethod
     def everything(cls) -> Needs:
-        """All parts."""
         return cls.BIAS | cls.STOP_MASK | cls.PENALTIES | cls.RANDOM | cls.CUT
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
     """Sampling parameters of every row; see `SamplingParams`, and for their encoding `row_updates.FIELDS`.
-
     `occurrences`: int32 `[rows, vocab]`, twice the token's count in the output, plus one if the prompt contains it.
-    Only kept up to date for rows with a penalty.
-    """
+    Only kept up to date for rows with a penalty."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -84,9 +81,7 @@ class SamplingState:
 
     def apply(self, packed: torch.Tensor) -> None:
         """Replaces the parameters of the rows named in `packed` int32 `[updates, PACKED_ROW]` (`pack_row_updates`).
-
-        Seeds stay int32 words with the same bits: torch supports few uint32 operations.
-        """
+        Seeds stay int32 words with the same bits: torch supports few uint32 operations."""
         rows = packed[:, 0].long()
         for field in FIELDS:
             target: torch.Tensor = self.__getattribute__(field.name)
@@ -95,7 +90,6 @@ class SamplingState:
             target.index_copy_(0, rows, values.reshape(-1, *target.shape[1:]))
 
     def set_occurrences(self, row: int, occurrences: torch.Tensor) -> None:
-        """Replaces the occurrences of a row; `occurrences` int32 `[vocab]`."""
         self.occurrences[row] = occurrences
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -113,7 +107,6 @@ class RowNeeds:
         """KV length from which stop ids are no longer masked."""
 
     def replace(self, updates: Sequence[SamplingUpdate]) -> None:
-        """Replaces the flags of rows with those of their new requests."""
         for update in updates:
             sampling = update.sampling
             needs = Needs.NOTHING

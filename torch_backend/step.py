@@ -50,7 +50,6 @@ class RowTensors:
         known: KnownTokens | None = None,
         drafted: DraftedTokens | None = None,
     ) -> RowTensors:
-        """Zeros for `rows` rows, including the dump row."""
         return cls(
             torch.zeros((rows, pages), dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
@@ -61,8 +60,7 @@ class RowTensors:
 
 def settle_drafts(inputs: StepInputs, state: RowTensors, drafts: DraftSequences | None) -> None:
     """Writes the values that only the device knows into `inputs`: the lengths of rows that continue where a step in
-    flight ends, and the token of each decoding sequence: its row's last one, or one of the drafts (None: there are
-    none)."""
+    flight ends, and the token of each decoding sequence: its row's last one, or one of the drafts (None for none)."""
     rows, known = inputs.rows.long(), state.known
     assert known is not None, "a runner that drafts"
     length_on_device = inputs.flags % DRAFT_NUMBER == LENGTH_ON_DEVICE
@@ -134,7 +132,6 @@ def own_slots(inputs: StepInputs, slots: torch.Tensor, first_draft_slot: int) ->
 def _state_rows(
     inputs: StepInputs, slots: torch.Tensor, sequences: torch.Tensor, places: torch.Tensor, first_draft_slot: int
 ) -> StateRows:
-    """The slots of the sequences' states; `slots` `[R]` are their rows'."""
     # A copy's target is a sequence's own slot: instead of copying the state, the sequence reads the source, at no cost.
     copied = slots[:, None] == inputs.copy_targets
     begin = torch.where(copied.any(1), (copied * inputs.copy_sources).sum(1), slots)

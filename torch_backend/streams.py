@@ -17,8 +17,6 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol[Result]):
-    """Submitted work."""
-
     def wait(self) -> Result:
         """Blocks until the work is done. Raises the work's error."""
         ...
@@ -50,9 +48,7 @@ class Stream(Protocol):
         """Waits for work outside of streams, so that work submitted from now on sees its results."""
         ...
 
-    def close(self) -> None:
-        """Waits for all submitted work."""
-        ...
+    def close(self) -> None: ...
 
 
 class CpuThread:
@@ -78,7 +74,7 @@ class CpuThread:
         return tensor
 
     def settle(self) -> None:
-        """There is no work outside of this thread to wait for."""
+        pass  # no work outside of this thread
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -11,7 +11,8 @@ With each of them, all ranks get the same bits: a sum is computed once and distr
 order. torch's one-shot kernel adds in the order of ranks only for 2, 4 and 8 ranks, and `multimem_one_shot_all_reduce`
 asks the switch once per rank, so equal results are not guaranteed: neither is used.
 
-Other sums (of other dtypes, or larger than the buffer) use NCCL. Only the shape decides, so all ranks agree.
+Other sums (of other dtypes, or larger than the buffer) use NCCL. Only dtype, shape and layout decide, which are the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -109,11 +110,8 @@ class TorchLibrary:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricSums:
-    """Sums over the ranks of one group.
-
-    - `buffer`: bytes that every rank shares with the others.
-    - `multicast`: whether the GPUs' switch adds up.
-    """
+    """Sums over the ranks of one group, in a `buffer` of bytes that they share. `multicast`: whether the switch adds
+    up."""
 
     library: Library
     group_name: str
@@ -130,12 +128,8 @@ class SymmetricSums:
         agree: Callable[[bool], bool],
         library: Library | None = None,
     ) -> SymmetricSums:
-        """Exchanges buffers with the other ranks, which must all call this.
-
-        **Arguments:** `agree`: returns whether its argument is true on all ranks.
-
-        **Raises:** `NoSymmetricMemoryError` with the reason, on all ranks if on one.
-        """
+        """Exchanges buffers with the other ranks, which must all call this. `agree`: returns whether its argument is
+        true on all ranks. Raises `NoSymmetricMemoryError` with the reason, on all ranks if on one."""
         library = TorchLibrary() if library is None else library
         buffer = _agree_on(agree, lambda: library.empty(_BUFFER_BYTES, torch.uint8, device))
         handle = _agree_on(agree, lambda: library.rendezvous(buffer, group_name))

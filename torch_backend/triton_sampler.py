@@ -9,7 +9,7 @@ from torch_backend.sampler import SamplerInputs
 
 
 class TritonSampler:
-    """Filters by searching instead of sorting, and reads nothing on the host."""
+    """`TokenSampler` with Triton kernels. Filters by searching instead of sorting, and reads nothing on the host."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         return greedy(logits)

@@ -1,8 +1,5 @@
-"""Loads checkpoints into models: each rank reads only its shard of each tensor.
-
-Modules declare their parameters' parts (`layers.parameter`), the manifest where these are: no structure is repeated
-here.
-"""
+"""Loads checkpoints into models: each rank reads only its shard of each tensor. Modules declare their parameters' parts
+(`layers.parameter`), the manifest where these are: no structure is repeated here."""
 
 from __future__ import annotations
 
@@ -54,13 +51,12 @@ def load_weights(
     pack: bool = True,
     quantization: Quantization | None = None,
 ) -> PackedLayout | None:
-    """Gives every parameter of `model` its value, in the model's dtype, on its device.
+    """Gives every parameter of `model` its value, in the model's dtype, on its device. The host never holds more than
+    one matrix besides those of a model on the host. On a CPU where torch can, matrices are then packed (see
+    `Transformer.repack`), unless `pack` is false.
 
-    The host never holds more than one matrix besides those of a model on the host. On a CPU where torch can, matrices
-    are then packed (see `Transformer.repack`), unless `pack` is false. `quantization`: see `ParameterReader`; the
-    model was built with its encodings. Returns the layout, or None if matrices stay plain.
-
-    **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
+    `quantization`: see `ParameterReader`; the model was built with its encodings. Returns the layout, or None if
+    matrices stay plain. Raises `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
     parameters = ParameterReader(reader, config, quantization)
@@ -136,10 +132,7 @@ def _by_matrix(parameters: Iterable[Source]) -> Iterator[list[Source]]:
 
 def _read(reader: ParameterReader, parameters: Sequence[Source]) -> list[torch.Tensor]:
     """Reads a parameter, or the arrays of a matrix, each part once, in the order of rows; rows past the vocabulary are
-    zero.
-
-    **Raises:** `ValueError` if the model was built with another shape than the manifest's.
-    """
+    zero. Raises `ValueError` if the model was built with another shape than the manifest's."""
     empty = [module.get_parameter(name) for module, name, _ in parameters]
     values = [torch.zeros(each.shape, dtype=each.dtype) for each in empty]
     [(_, _, parts), *_] = parameters

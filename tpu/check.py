@@ -200,9 +200,7 @@ class _Found:
 
 def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) -> _Found | Refusal:
     """Compiles, and prints the deployment as soon as it is known. Returns a `Refusal` for a model that leaves no room.
-
-    **Raises:** `ConfigError` for invalid options, or if nothing was compiled.
-    """
+    Raises `ConfigError` for invalid options, or if nothing was compiled."""
     found: _Found | None = None
     early: list[str] = []
     for message in compile_in_child(request):
@@ -231,9 +229,7 @@ def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) ->
 
 def _report_cache(options: EngineConfig, found: _Found) -> bool:
     """Prints where the programs are, and the options with which a server finds them. Returns False if none was written.
-
-    A server that measures its memory may choose another number of pages, which is part of every program.
-    """
+    A server that measures its memory may choose another number of pages, which is part of every program."""
     folder, kept = options.compilation_cache_dir, found.kept
     if not kept.entries:
         click.echo(f"No compiled program was written to {folder}", err=True)
@@ -247,7 +243,6 @@ def _report_cache(options: EngineConfig, found: _Found) -> bool:
 
 
 def _model_and_encodings(model: str, options: EngineConfig) -> tuple[ModelConfig, dict[ParameterName, Encoding]]:
-    """Returns the model, and how its quantised matrices are stored."""
     if model in SHAPES:
         config = load_shape(model)
         quantization = quantization_wanted(options.quantization)

@@ -53,10 +53,8 @@ def choose(
     dtype: Dtype = Dtype.AUTO,
     quantization: WeightQuantization = WeightQuantization.AUTO,
 ) -> Choices:
-    """Chooses options for a model on a slice; `tp`: devices of each of `replicas`, if given.
-
-    **Raises:** `ConfigError` if the slice cannot be divided, the model cannot be sharded, or its weights do not fit.
-    """
+    """Chooses options for a model on a slice; `tp`: devices of each of `replicas`, if given. Raises `ConfigError` if
+    the slice cannot be divided, the model cannot be sharded, or its weights do not fit."""
     topology = machine.topology
     devices = devices_of_a_replica(machine, replicas)
     fraction = memory_fraction(topology.chip)
@@ -92,10 +90,8 @@ def choose(
 
 
 def devices_of_a_replica(machine: Machine, replicas: int) -> int:
-    """Devices of each replica. On several nodes, one replica has all of them, or each has a part of a node.
-
-    **Raises:** `ConfigError` if they cannot be divided this way.
-    """
+    """Devices of each replica. On several nodes, one replica has all of them, or each has a part of a node. Raises
+    `ConfigError` if they cannot be divided this way."""
     topology, nodes = machine.topology, max(len(machine.nodes), 1)
     if replicas > 1 and replicas % nodes:
         raise ConfigError(
@@ -128,10 +124,8 @@ def bytes_per_weight(dtype: Dtype) -> int:
 def weight_bytes(model: ModelConfig, size: int = 1, width: int = 2, encodings: Encodings = all_plain) -> int:
     """Bytes of the matrices on each of `size` devices, at `width` bytes per number unless `encodings` say otherwise;
     norms and biases are negligible. Matrices without heads or columns to shard, such as routers and projections to
-    latent vectors, are whole on every device.
-
-    **Raises:** `ConfigError` if the model cannot be sharded over this many devices.
-    """
+    latent vectors, are whole on every device. Raises `ConfigError` if the model cannot be sharded over this many
+    devices."""
     specs = manifest_of(TensorParallel.of(model, size).config).specs.values()
     tied = model.tie_word_embeddings
     matrices = (spec for spec in specs if spec.is_matrix and not (tied and spec.name.part is Part.HEAD))
@@ -154,7 +148,6 @@ def _largest_tp(model: ModelConfig, devices: int) -> int:
 
 
 def can_be_spread(model: ModelConfig, size: int) -> bool:
-    """Whether the model's layers can be sharded over `size` devices."""
     try:
         TensorParallel.of(model, size)
     except ConfigError:

@@ -13,10 +13,9 @@ from tpu.operations import Operation
 class Collective:
     """Collectives of one kind and dtype, inside or outside of the layers.
 
-    - `type`: of the largest array, `bf16`.
+    - `type`: of the largest array, `bf16`; `largest`: the result of the largest of them, `bf16[64,4096]`.
     - `conditional`: in a branch that a step takes only if a request needs it.
     - `count`: runs per step; `bytes`: one device's bytes of all their results.
-    - `largest`: the result of the largest of them, `bf16[64,4096]`.
     """
 
     kind: str

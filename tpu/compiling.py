@@ -1,7 +1,5 @@
-"""Compiles the programs of a JAX runner for a TPU slice without the TPUs. Runs in a separate process: see `tpu.worker`.
-
-The programs are the runner's own (`jax_runner.programs`), built from shapes, without arrays and weights.
-"""
+"""Compiles the programs of a JAX runner for a TPU slice without the TPUs, in a separate process: see `tpu.worker`. They
+are the runner's own (`jax_runner.programs`), built from shapes, without arrays and weights."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from sglang_jax.jax_runner.building import (
 from sglang_jax.jax_runner.builds import Executable
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.kv_scales import calibration_inputs, calibration_program
-from sglang_jax.jax_runner.model_programs import programs_of, whole
+from sglang_jax.jax_runner.model_programs import programs_of, replicated_shapes
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
@@ -62,13 +60,9 @@ Names = dict[str, str]
 
 
 def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) -> None:
-    """Sends the deployment, and then the figures or the failure of each program.
-
-    `dumps`: the folder to which XLA writes the text of compiled programs. Programs are cached if the options name a
-    folder; existing entries cannot be read without a TPU, and are compiled again.
-
-    **Raises:** `ConfigError` for an invalid deployment.
-    """
+    """Sends the deployment, and then the figures or the failure of each program. Raises `ConfigError` for an invalid
+    deployment. `dumps`: the folder to which XLA writes the text of compiled programs. Programs are cached if the
+    options name a folder; existing entries cannot be read without a TPU, and are compiled again."""
     logging.getLogger("sglang_jax").addHandler(_Notices(send))
     folder = request.options.compilation_cache_dir
     before = frozenset() if folder is None else _existing_programs(folder)
@@ -85,10 +79,8 @@ def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) 
 
 
 def _existing_programs(folder: str) -> frozenset[str]:
-    """Enables the compilation cache in a folder, and returns its existing entries.
-
-    **Raises:** `ConfigError` if nothing can be written there, before compiling for hours.
-    """
+    """Enables the compilation cache in a folder, and returns its existing entries. Raises `ConfigError` if nothing can
+    be written there, before compiling for hours."""
     remedy = "choose a writable folder with --write-cache"
     if not use_compilation_cache(folder):
         raise ConfigError(f"no programs can be written to {folder}: {remedy}")
@@ -211,7 +203,7 @@ def _build_calibration(
     spec, batch = calibration_inputs(parallel, dtype, page_size, _PLATFORM)
     # Kernels read the mesh from the context.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled: Executable = program.lower(placed, spec.memory(mesh), whole(batch, mesh)).compile()
+        compiled: Executable = program.lower(placed, spec.memory(mesh), replicated_shapes(batch, mesh)).compile()
     return compiled
 
 

@@ -17,12 +17,11 @@ class Estimate:
     """Estimate of the operations that run in every step, without branches that only some requests need, and without
     Pallas kernels and collectives, which the compiler does not estimate.
 
-    - `cycles`: of the program, including loops; `layer_cycles`: those of the layers.
-    - `worst`: the operations with the most cycles.
+    - `cycles`: of the program, including loops; `layer_cycles`: those of the layers. `worst`: the operations with the
+      most cycles.
     - `moves`: operations that only convert weights or pages to another layout.
     - `windowed`: products that are split into pieces, to exchange one while another is multiplied.
-    - `permutes`: collective permutes in the layers.
-    - `sorts`: sorts, and operations on the SparseCores.
+    - `permutes`: collective permutes in the layers. `sorts`: sorts, and operations on the SparseCores.
     """
 
     cycles: int
@@ -58,7 +57,6 @@ class Estimate:
         )
 
     def warnings(self, program: str, clock: float) -> list[str]:
-        """Costs of every step that could be avoided, in words."""
         found = [
             f"{program!r} converts {move.moved} to another layout at every step: {move.result.split('{')[0]}, "
             f"{move.total / clock * 1e6:.0f} us ({short_source(move.source) or move.name})"

@@ -20,8 +20,8 @@ from tpu.topologies import Topology
 class Deployment:
     """A model on a slice, as the runner would configure it. Bytes are those of one device.
 
-    - `devices`: those that JAX sees in the slice.
-    - `box`: chips that a tensor-parallel group spans along each axis of the slice.
+    - `devices`: those that JAX sees in the slice. `box`: chips that a tensor-parallel group spans along each of its
+      axes.
     - `hbm`: bytes that programs may use; `weights`; `page`: one KV page over all layers.
     - `slot`: the recurrent states of one row, over all layers that have them; 0 if none do.
     - `num_pages`: of the first cache group, including the pad page; slots if all layers have recurrent states.

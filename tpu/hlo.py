@@ -18,11 +18,8 @@ _COST_FIELD = re.compile(r'"(?P<name>flops|bytes_accessed)":"?(?P<value>-?\d+)')
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Calls of one Pallas kernel.
-
-    - `vmem`: maximum bytes of vector memory of a call.
-    - `flops`, `bytes`: of one call, by the kernel author's estimate; None if there is none.
-    """
+    """Calls of one Pallas kernel. `vmem`: maximum bytes of vector memory of a call; `flops`, `bytes`: of one call, by
+    the kernel author's estimate; None if there is none."""
 
     name: str
     count: int

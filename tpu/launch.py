@@ -165,10 +165,8 @@ def _with_port(address: str, port: int) -> str:
 
 def listening_arguments(machine: Machine, choices: Choices, host: str | None, port: int | None) -> list[str]:
     """Flags for the address of a node, by `--host` and `--port`. With replicas on several nodes, each node has its own
-    server; that of node 0 distributes requests to its own replicas and to the other servers.
-
-    **Raises:** `ConfigError` for an address or a port by which node 0 could not find the others.
-    """
+    server; that of node 0 distributes requests to its own replicas and to the other servers. Raises `ConfigError` for
+    an address or a port by which node 0 could not find the others."""
     if choices.replicas == 1 or len(machine.nodes) < 2:
         return [*([] if host is None else ["--host", host]), *([] if port is None else ["--port", str(port)])]
     number = _PORT if port is None else port

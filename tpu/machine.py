@@ -26,11 +26,7 @@ Metadata = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A node of a slice.
-
-    - `nodes`: addresses of all nodes of the slice, by number; empty if there is one.
-    - `worker`: the number of this one.
-    """
+    """A node of a slice, its number, and the addresses of all nodes, by number; empty if there is one."""
 
     topology: Topology
     worker: int
@@ -41,9 +37,7 @@ def detect_machine(
     environment: TpuEnvironment, metadata: Metadata | None = None, pci_devices: Path = PCI_DEVICES
 ) -> Machine:
     """Detects the machine's slice. The environment (of GKE) takes precedence over the metadata server (of TPU VMs).
-
-    **Raises:** `ConfigError` if there is no TPU, or an unknown one.
-    """
+    Raises `ConfigError` if there is no TPU, or an unknown one."""
     found = metadata or read_metadata
     chip, count = _chips(pci_devices)
     nodes = _nodes(environment.worker_hostnames or found("worker-network-endpoints") or "")
@@ -91,7 +85,6 @@ def _node(listed: str) -> str:
 
 
 def is_ipv6(text: str) -> bool:
-    """Whether it is an IPv6 address, in brackets or not."""
     try:
         ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))
     except ipaddress.AddressValueError:
@@ -108,10 +101,7 @@ def _own_slice(chip: Chip, count: int) -> Topology:
 
 
 def _whole_slice(environment: TpuEnvironment, metadata: Metadata, chip: Chip, count: int) -> Topology:
-    """The slice of several nodes with `count` chips in total.
-
-    **Raises:** `ConfigError` if this contradicts its name.
-    """
+    """The slice of several nodes with `count` chips in total. Raises `ConfigError` if this contradicts its name."""
     name = f"{chip.generation}:{environment.topology}" if environment.topology else None
     name = name or environment.accelerator_type or metadata("accelerator-type")
     if name is None:

@@ -1,8 +1,6 @@
-"""The cost of each operation of a compiled program by the compiler's own estimate, including loops.
-
-The estimate covers an operation's instructions and its waits for memory while it runs. It excludes Pallas kernels,
-collectives, and copies that overlap with other work.
-"""
+"""The cost of each operation of a compiled program by the compiler's own estimate, including loops. It covers an
+operation's instructions and its waits for memory, but neither Pallas kernels, nor collectives, nor copies that overlap
+with other work."""
 
 from __future__ import annotations
 

@@ -18,12 +18,9 @@ from tpu.topologies import Topology
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The parts of a step's time: the compiler's own estimate excludes attention and collectives.
-
-    - `estimated`; `layers`: the layers' share of it.
-    - `least`: the minimum time of the same work at peak.
-    - `attention`, `exchange`: the minimum time of the rest.
-    """
+    """The parts of a step's time. The compiler's own estimate excludes attention and collectives. `estimated`;
+    `layers`: the layers' share of it; `least`: the minimum time of the same work at peak; `attention`, `exchange`: the
+    minimum time of the rest."""
 
     estimated: float
     layers: float
@@ -44,8 +41,6 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All results of a check."""
-
     model: str
     topology: Topology
     tp: int
@@ -189,7 +184,6 @@ class Report:
 
 
 def heading(model: str, topology: Topology, tp: int, deployment: Deployment, compiler: str) -> list[str]:
-    """The lines that describe what is checked."""
     config = deployment.config
     nodes = "1 node" if topology.nodes == 1 else f"{topology.nodes} nodes"
     return [
@@ -216,7 +210,6 @@ def _cache(deployment: Deployment) -> str:
 
 
 def _heads(config: ModelConfig) -> str:
-    """The heads of the layers, each kind once."""
     found = dict.fromkeys(
         f"{mixer.num_heads} heads and {mixer.num_kv_heads} kv heads of {mixer.head_dim}"
         if isinstance(mixer, AttentionConfig)
@@ -295,7 +288,6 @@ def _rooflines(report: Report) -> list[str]:
 
 
 def _links(report: Report) -> str:
-    """The links over which devices exchange, with their speed."""
     box, speed = report.deployment.box, in_units(report.exchange_bandwidth, "B/s")
     if math.prod(box) == 1 < report.tp:
         return f"{speed} between the devices of a chip"

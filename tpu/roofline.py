@@ -1,8 +1,6 @@
-"""The minimum time of a step on a chip, computed from the model's shapes and not from the compiled program.
-
-A step is bound by its products (peak FLOPs), by the bytes that it reads from HBM, or by the exchange between devices.
-No program reaches any of the three limits; the largest shows what the step waits for. After Williams et al. 2009.
-"""
+"""The minimum time of a step on a chip, computed from the model's shapes and not from the compiled program. A step is
+bound by its products (peak FLOPs), by the bytes that it reads from HBM, or by the exchange between devices. No program
+reaches any of the three limits; the largest shows what the step waits for. After Williams et al. 2009."""
 
 from __future__ import annotations
 
@@ -29,12 +27,9 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one step in a tensor-parallel group.
-
-    - `tokens`: of the whole step; `rows`: sequences, of which logits are computed.
-    - `keys_seen`: sum over all tokens of the keys that each attends to.
-    - `keys_read`: sum over all sequences of the keys read from HBM.
-    """
+    """The work of one step in a tensor-parallel group: tokens of the whole step; sequences, of which logits are
+    computed; the sum over all tokens of the keys that each attends to, and over all sequences of the keys read from
+    HBM."""
 
     tokens: int
     rows: int
@@ -87,7 +82,6 @@ class Roofline:
 
     @property
     def bound(self) -> Bound:
-        """The largest of the three."""
         return max((self.compute, Bound.COMPUTE), (self.memory, Bound.MEMORY), (self.exchange, Bound.EXCHANGE))[1]
 
 
@@ -102,11 +96,9 @@ def roofline(
     state_bytes_per_row: int = 0,
     exchanged: float | None = None,
 ) -> Roofline:
-    """Computes the bounds of a step.
-
-    **Arguments:** `weight_bytes`, `kv_bytes_per_token`, `state_bytes_per_row`: of one device, over all layers;
-    recurrent states are read and written once per row. `exchanged`: bytes that one device sends, as compiled, if known.
-    """
+    """Computes the bounds of a step. `weight_bytes`, `kv_bytes_per_token`, `state_bytes_per_row`: of one device, over
+    all layers; recurrent states are read and written once per row. `exchanged`: bytes that one device sends, as
+    compiled, if known."""
     flops = step_flops(config, work) / tp
     hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token) + 2 * state_bytes_per_row * work.rows
     exchanged = _exchanged_bytes(config, work, tp) if exchanged is None else exchanged

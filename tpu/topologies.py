@@ -32,16 +32,14 @@ class Chip:
 
     - `cores`: TensorCores. Both cores of v4 and v5p chips are one device to JAX ("megacore"); those of tpu7x are two.
     - `hbm`: bytes of one device that programs may use, as libtpu 0.0.51 reports. It is less than on Google's pages.
-    - `hbm_bandwidth`: bytes per second.
-    - `bf16_flops`, `int8_ops`: peaks per second. If the pages have none for int8, it is that of bfloat16.
+    - `hbm_bandwidth`: bytes per second. `bf16_flops`, `int8_ops`: peaks per second. If the pages have none for int8, it
+      is that of bfloat16.
     - `clock`: cycles per second of a core, to convert the compiler's estimates. v4 to v6e: JAX's peaks over the
       products of a core's matrix units per cycle; tpu7x the same, rounded.
     - `vmem`: bytes of one core's vector memory (`jax.experimental.pallas.tpu.get_tpu_info`).
     - `ici_bandwidth`: bytes per second that a chip sends over all links, half of the pages' figure for both directions.
-    - `chips_per_node`: of a slice over several nodes.
-    - `one_node`: shapes of slices on a single node.
-    - `counts_cores`: names like v5p-8 count cores; others chips.
-    - `pci_id`: device number on the PCI bus.
+    - `chips_per_node`: of a slice over several nodes; `one_node`: shapes of slices on a single node.
+    - `counts_cores`: names like v5p-8 count cores; others chips. `pci_id`: device number on the PCI bus.
     """
 
     generation: Generation
@@ -208,11 +206,9 @@ class Topology:
         return self._link_bandwidth * max(self._links(self.shape), 1)
 
     def exchange_bandwidth(self, box: tuple[int, ...]) -> float:
-        """Bytes per second that each device sends, with ring algorithms, in a group of `box` chips of the slice.
-
-        Only one of the two devices of a tpu7x chip sends to the next chip; the other's hop is within the chip, over a
-        connection six times as fast as a link (https://docs.cloud.google.com/tpu/docs/tpu7x).
-        """
+        """Bytes per second that each device sends, with ring algorithms, in a group of `box` chips of the slice. Only
+        one of the two devices of a tpu7x chip sends to the next chip; the other's hop is within the chip, over a
+        connection six times as fast as a link (https://docs.cloud.google.com/tpu/docs/tpu7x)."""
         between = self._link_bandwidth * max(self._links(box), 1)
         if self.chip.devices == 1:
             return between
@@ -253,16 +249,12 @@ class Topology:
         return {"chip_config_name": "megacore"} if self.chip.generation is Generation.V4 else {}
 
     def __str__(self) -> str:
-        """The name in libtpu."""
         return f"{self.chip.generation}:{self.shape_name}"
 
 
 def parse_topology(name: str) -> Topology:
     """Parses a slice's name: chip and grid (`v6e:2x2`), or a Google Cloud accelerator type, which counts chips
-    (`v6e-4`, `v5litepod-16`) or, for v4 and v5p, cores (`v5p-8`).
-
-    **Raises:** `ConfigError` with the known names.
-    """
+    (`v6e-4`, `v5litepod-16`) or, for v4 and v5p, cores (`v5p-8`). Raises `ConfigError` with the known names."""
     found = _NAME.fullmatch(name.strip().lower().removeprefix("tpu-"))
     if found is None or found["chip"] not in _ALIASES:
         raise ConfigError(

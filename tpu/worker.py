@@ -52,11 +52,8 @@ def require_compiler() -> None:
 
 
 def compile_in_child(request: Request) -> Iterator[Message]:
-    """Yields the compiling process's messages as they arrive. If it dies, the program being compiled has failed.
-
-    **Raises:** `ConfigError` if libtpu or jax is missing, or with the last log lines if it died before the first
-    program.
-    """
+    """Yields the compiling process's messages as they arrive. If it dies, the program being compiled has failed. Raises
+    `ConfigError` if libtpu or jax is missing, or with the last log lines if it died before the first program."""
     left: list[str] = []
     start = time.monotonic()
     try:
@@ -74,10 +71,8 @@ def compile_in_child(request: Request) -> Iterator[Message]:
 
 
 def run_in_child(work: Work, *arguments: Any) -> Iterator[Any]:
-    """Runs `work` in a process without the chip's lock, and yields the messages that it sends.
-
-    **Raises:** as `compile_in_child`, whenever the process dies.
-    """
+    """Runs `work` in a process without the chip's lock, and yields the messages that it sends. Raises as
+    `compile_in_child`, whenever the process dies."""
     require_compiler()
     with tempfile.TemporaryDirectory(prefix="tpu-check-") as folder:
         log = Path(folder) / "log"
@@ -102,8 +97,8 @@ def run_in_child(work: Work, *arguments: Any) -> Iterator[Any]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Keeps child processes from reporting at each import of transformers that torch is missing, as this process has
-    done."""
+    """Keeps child processes from reporting at each import of transformers that torch is missing, as this process
+    did."""
     before = os.environ.get(_NO_ADVICE)
     os.environ[_NO_ADVICE] = "1"
     try:

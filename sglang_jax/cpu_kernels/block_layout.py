@@ -21,12 +21,9 @@ LARGEST = 64
 
 @dataclass(frozen=True, slots=True)
 class PackedBlocks:
-    """A matrix, with its outputs in tiles of 4.
-
-    - of four bits: quantised values, 16-bit words `[outputs / 4, blocks, 32]`, of which output j of a tile has bits
-      `4j` to `4j + 3`; float16 `[outputs / 4, blocks, 8]`: four scales, four minimums.
-    - of eight bits: int8 `[outputs / 4, blocks, 4, 32]`; scales, float16 `[outputs / 4, blocks, 4]`.
-    """
+    """A matrix, with its outputs in tiles of 4. Four bits: quantised values, 16-bit words `[outputs / 4, blocks, 32]`,
+    of which output j of a tile has bits `4j` to `4j + 3`, and float16 `[outputs / 4, blocks, 8]`: four scales, four
+    minimums. Eight bits: int8 `[outputs / 4, blocks, 4, 32]`, and scales, float16 `[outputs / 4, blocks, 4]`."""
 
     levels: Array
     scales: Array

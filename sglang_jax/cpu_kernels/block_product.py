@@ -17,10 +17,8 @@ from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_C
 
 FIELDS = "qqqqqqqqqqq"
 """Addresses of x, quantised values, scales, bias (0 for none), output and scratch; slots of scratch; rows, outputs,
-inputs; activation of a gated product.
-
-An item is `TILES` tiles. The matrix of a gated product is gate, then up, each with `outputs` outputs.
-"""
+inputs; activation of a gated product. An item is `TILES` tiles. The matrix of a gated product is gate, then up, each
+with `outputs` outputs."""
 
 SILU, GELU_TANH = 1, 2
 """Activations of gated products."""

@@ -2,10 +2,9 @@
 
 A weight is `scale * level + least`, with a scale and a minimum for its block of 32. It is widened in registers and
 rounded to bfloat16, to the same bits as in the widened matrix in memory. Pairs of products are added in float32
-(`vdpbf16ps`), one block of a tile after the other, so a row has the same result, bit for bit, in any batch.
-
-For 4 bits, the 16 possible weights of a block are computed first, and looked up by `vpermw`, which reads only five bits
-of each 16-bit word. Words hold values of all four outputs: three shifts move each to the lowest bits.
+(`vdpbf16ps`), one block of a tile after the other, so a row has the same result, bit for bit, in any batch. For 4 bits,
+the 16 possible weights of a block are computed first, and looked up by `vpermw`, which reads only five bits of each
+16-bit word. Words hold values of all four outputs: three shifts move each to the lowest bits.
 """
 
 from __future__ import annotations
@@ -64,10 +63,10 @@ def widen_halves(typing, source, target, count):
 def multiply_tile(typing, bits, rows, x, stride, levels, scales, blocks, sums):
     """Writes the products of `rows` rows of bfloat16 with a tile to float32 `sums [rows, 4]`.
 
-    **Arguments:** `bits` (4, 8, or 16 for widened weights) and `rows`, both constants; addresses: of `x`, with rows
-    `stride` bytes apart; of `levels [blocks]`: 4 bits as uint16 `[32]`, of which output j has bits `4j` to `4j + 3`, 8
-    bits as int8 `[4, 32]`, 16 bits as bfloat16 `[4, 32]`; of float32 `scales [blocks, 8]`, four scales and four
-    minimums, for 8 bits `[blocks, 4]`.
+    Constants: `bits` (4, 8, or 16 for widened weights) and `rows`. Addresses: of `x`, with rows `stride` bytes apart;
+    of `levels [blocks]`: 4 bits as uint16 `[32]`, of which output j has bits `4j` to `4j + 3`, 8 bits as int8 `[4,
+    32]`, 16 bits as bfloat16 `[4, 32]`; of float32 `scales [blocks, 8]`, four scales and four minimums, for 8 bits
+    `[blocks, 4]`.
     """
     if not (isinstance(bits, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
         return None
@@ -135,7 +134,6 @@ def _four_bits(builder, levels, scales, block):
 
 
 def _eight_bits(builder, levels, scales, block):
-    """The 32 weights of a block for each output, as words."""
     halves = ir.VectorType(I8, 16)
     for output in range(OUTPUTS):
         place = builder.add(builder.mul(block, I64(OUTPUTS)), I64(output))
@@ -149,7 +147,6 @@ def _eight_bits(builder, levels, scales, block):
 
 
 def _widened(builder, weights, scales, block):
-    """The 32 weights of a block for each output, as words."""
     for output in range(OUTPUTS):
         place = builder.add(builder.mul(block, I64(OUTPUTS)), I64(output))
         yield load_vector(builder, WORDS, builder.add(weights, builder.mul(place, I64(2 * BLOCK))))

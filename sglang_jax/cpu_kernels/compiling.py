@@ -19,7 +19,7 @@ _FAST_ARITHMETIC = {"reassoc", "contract", "nsz", "arcp"}
 
 @dataclass(frozen=True, slots=True)
 class KernelCompiler:
-    """**Arguments:** `folder`: where machine code is cached between starts; None for no cache."""
+    """Compiles kernels. `folder`: where machine code is cached between starts; None for no cache."""
 
     folder: Path | None
 

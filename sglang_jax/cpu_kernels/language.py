@@ -1,7 +1,5 @@
 """Additions to numba's Python for CPU kernels: raw memory, bfloat16, a vectorised exponential, and shared counters.
-
-Each is a few instructions that LLVM inlines. Numba has no bfloat16; here, a pointer to uint16 points to bfloat16 bits.
-"""
+Each is a few instructions that LLVM inlines. Numba has no bfloat16; a pointer to uint16 points to bfloat16 bits."""
 
 from __future__ import annotations
 

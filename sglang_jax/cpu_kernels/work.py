@@ -1,8 +1,6 @@
-"""The argument of a compiled kernel: the address of words of 8 bytes, shared by all its threads.
-
-The words are two counters, the number of work items, and the kernel's own arguments. Each thread takes items until none
-is left. A thread's slot is its index among the threads that take part.
-"""
+"""The argument of a compiled kernel: the address of words of 8 bytes, shared by all its threads: two counters, the
+number of work items, and the kernel's own arguments. Each thread takes items until none is left. A thread's slot is its
+index among the threads that take part."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Lets XLA's CPU backend call the kernel of products with matrices in blocks from its programs.
-
-XLA calls a C function with the address of a call frame: see `xla/ffi/api/c_api.h` in jaxlib. Here numba compiles that
-function. It reads the frame by the offsets of that header, and passes the buffers to the kernel. Additional threads are
-those of XLA's own pool, which also run its other operations.
-"""
+"""Lets XLA's CPU backend call the kernel of products with matrices in blocks from its programs. XLA calls a C function
+with the address of a call frame: see `xla/ffi/api/c_api.h` in jaxlib. Here numba compiles that function, which reads
+the frame by the offsets of that header, and passes the buffers to the kernel. Additional threads are those of XLA's own
+pool, which also run its other operations."""
 
 from __future__ import annotations
 
@@ -69,10 +67,8 @@ def _call(typing, function, argument):
 
 def build_xla_call(kernel: CompiledKernel, bits: int) -> CompiledKernel:
     """Builds the function that XLA calls for a kernel of `build_block_product` without gate, for values of `bits` bits.
-
-    Operands: `x [rows, inputs]`, quantised values, scales. Results: the kernel's output, `[rows, outputs]`, and scratch
-    `[threads, floats]` (see `block_layout`). It is compiled at each start, because it contains addresses.
-    """
+    It is compiled at each start, because it contains addresses. Operands: `x [rows, inputs]`, quantised values, scales.
+    Results: the kernel's output, `[rows, outputs]`, and scratch `[threads, floats]` (see `block_layout`)."""
     address = kernel.address
     levels_read = 16 // OUTPUTS if bits == 4 else 1
     """Weights per element of the quantised values."""

@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 
 
 def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
-    """A runner with the checkpoint's weights on the device; the entry point of the backend `jax`.
-
-    **Raises:** `ConfigError` for options that this machine does not support; `CheckpointError` for weights that do not
-    fit the model.
-    """
+    """A runner with the checkpoint's weights on the device; the entry point of the backend `jax`. Raises `ConfigError`
+    for options that this machine does not support, and `CheckpointError` for weights that do not fit the model."""
     _check_installed()
     if config.nnodes > 1:
         from sglang_jax.jax_runner.nodes import launch_nodes
@@ -30,10 +27,8 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
 
 
 def follow(config: EngineConfig) -> None:
-    """Runs the plans of node 0 until that ends, on a node with a `config.node_rank` above 0.
-
-    **Raises:** as `create_runner`.
-    """
+    """Runs the plans of node 0 until that ends, on a node with a `config.node_rank` above 0. Raises as
+    `create_runner`."""
     _check_installed()
     from sglang_jax.jax_runner.nodes import follow_node
 

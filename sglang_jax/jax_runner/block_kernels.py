@@ -1,4 +1,4 @@
-"""Compiles the kernels of products with matrices in blocks, registers them with XLA's CPU backend, and tries them."""
+"""Compiles products with matrices in blocks, registers them with XLA's CPU backend, and compares their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16_ti
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS, _MAX_ROWS_BESIDE_TILES = 32, 4
+_MAX_ROWS, _MAX_ROWS_WITH_TILES = 32, 4
 """Maximum rows of a step that uses blocks, and the same on CPUs with bfloat16 tiles (AMX). All products of SmolLM2-135M
 take 11 ms of processor time instead of 38 at one row, 25 instead of 46 at 8, 41 instead of 60 at 16 and 69 instead of
 90 at 32 (Zen 4, busy). With AMX, bfloat16 products take a third of that time; blocks were not measured there."""
@@ -31,10 +31,7 @@ _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 def check_block_kernels(device: jax.Device, dtype: jnp.dtype, tp_size: int) -> None:
-    """Checks whether this machine supports products with blocks.
-
-    **Raises:** `ConfigError` naming what is missing.
-    """
+    """Raises `ConfigError` naming what is missing if this machine does not support products with blocks."""
     if device.platform != "cpu":
         raise ConfigError(f"keep_gguf_blocks needs a CPU, the device is a {device.platform}: choose --device cpu")
     if tp_size > 1:
@@ -49,22 +46,20 @@ def check_block_kernels(device: jax.Device, dtype: jnp.dtype, tp_size: int) -> N
         raise ConfigError("keep_gguf_blocks needs a CPU with avx512_bf16, which this one has not: remove it")
 
 
-def most_rows() -> int:
+def max_rows() -> int:
     """Maximum rows of a step that uses blocks on this CPU. Unlike on Torch, it is not measured at each start: programs
     are built before weights are loaded, and must be found again in the compilation cache."""
-    return _MAX_ROWS_BESIDE_TILES if cpu_multiplies_bfloat16_tiles() else _MAX_ROWS
+    return _MAX_ROWS_WITH_TILES if cpu_multiplies_bfloat16_tiles() else _MAX_ROWS
 
 
 @functools.cache
 def block_product(encoding: Encoding, cache_folder: Path | None) -> BlockProduct | None:
-    """The product with matrices of an encoding, compiled, or loaded from `cache_folder` if given.
-
-    None, with a log line, if it cannot be compiled, if this jaxlib does not accept it, or if its results are wrong.
-    """
+    """The product with matrices of an encoding, compiled, or loaded from `cache_folder` if given. None, with a log
+    line, if it cannot be compiled, if this jaxlib does not accept it, or if its results are wrong."""
     from numba.core.errors import NumbaError
 
     try:
-        product = BlockProduct(encoding, _register(encoding, cache_folder), len(cpu_cores()), most_rows())
+        product = BlockProduct(encoding, _register(encoding, cache_folder), len(cpu_cores()), max_rows())
         wrong = _largest_error(product)
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM and XLA raise RuntimeError
         logger.warning("Blocks of %d bits are dequantised: XLA cannot call their kernel (%s)", encoding.bits, error)
@@ -102,8 +97,7 @@ _registered: dict[str, object] = {}
 
 
 def _largest_error(product: BlockProduct) -> float:
-    """The largest error of products with a small matrix, against the widened matrix in float64, relative to the largest
-    result."""
+    """The largest error of products with a small matrix, against float64, relative to the largest result."""
     blocks = random_blocks(product.encoding, outputs=256, inputs=160)
     weights = _rounded(blocks)
     packed = pack(blocks)

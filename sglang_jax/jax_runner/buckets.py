@@ -13,11 +13,8 @@ _ROUNDING = 64
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The static shape of a step program.
-
-    - `tokens`, `rows`: maximum tokens and sequences; equal for a program with decode rows only.
-    - `deltas`: maximum page-table entries that the program itself overwrites first.
-    """
+    """The static shape of a step program: maximum tokens and sequences, equal for decode programs, and maximum
+    page-table entries that the program itself overwrites first (`deltas`)."""
 
     tokens: int
     rows: int
@@ -80,11 +77,8 @@ class Buckets:
     def pick(
         self, num_tokens: int, num_rows: int, num_decode: int, usable: Callable[[Bucket], bool] | None = None
     ) -> Bucket:
-        """The smallest program for a step with these numbers of tokens, sequences and decode rows. `usable`: prefers
-        programs for which it is true.
-
-        **Raises:** `ValueError` for a step beyond the token budget or the rows.
-        """
+        """The smallest program for a step with these numbers of tokens, sequences and decode rows, preferring `usable`
+        ones. Raises `ValueError` for a step beyond the token budget or the rows."""
         candidates = self.decode if num_decode == num_tokens else self.mixed
         fitting = [bucket for bucket in candidates if num_tokens <= bucket.tokens and num_rows <= bucket.rows]
         if fitting:

@@ -1,5 +1,4 @@
-"""Builds a model on JAX before its weights are read: chooses devices, dtypes and kernels, and builds a model of
-shapes."""
+"""Builds a model of shapes on JAX before its weights are read, and chooses devices, dtypes and kernels."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ _KV_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """A model of shapes over the devices of `parallel`. `build`: creates another one; `kv_dtype`: of keys and
-    values."""
+    """A model of shapes over the devices of `parallel`, with the dtype of keys and values. `build` creates another
+    one."""
 
     checkpoint: Checkpoint
     quantization: Quantization | None
@@ -67,10 +66,8 @@ class UnloadedModel:
     model: Transformer
 
     def load(self, mesh: Mesh) -> None:
-        """Loads the weights of `model`, and changes them to the layout that it computes with.
-
-        **Raises:** `CheckpointError` for weights that do not fit the model.
-        """
+        """Loads the weights of `model`, and changes them to the layout that it computes with. Raises `CheckpointError`
+        for weights that do not fit the model."""
         if self.checkpoint.reader is None:
             from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax  # here: importing it takes a second
 
@@ -93,10 +90,8 @@ class JaxBackend:
 
     @classmethod
     def choose(cls, config: EngineConfig, models: Models) -> JaxBackend:
-        """Chooses the first `config.tp_size` devices of `config.device`, and dtypes and kernels for them.
-
-        **Raises:** `ConfigError` for options that the models or the machine do not support.
-        """
+        """Chooses the first `config.tp_size` devices of `config.device`, and dtypes and kernels for them. Raises
+        `ConfigError` for options that the models or the machine do not support."""
         for each in models.all:
             TensorParallel.of(each.config, config.tp_size)  # refuses a model that cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
@@ -109,7 +104,6 @@ class JaxBackend:
 
     @property
     def kv_dtype(self) -> jnp.dtype:
-        """The dtype of the model's keys and values."""
         return kv_dtype_of(self.config, self.dtype)
 
     @property
@@ -148,7 +142,7 @@ class JaxBackend:
         return UnloadedModel(checkpoint, quantization, parallel, kv_dtype, build, build())
 
     def available(self) -> int:
-        """See `Backend`. Devices that are one CPU share its memory."""
+        """Free bytes of the node with the least memory, per device. Devices that are one CPU share its memory."""
         own = [device for device in self.devices if device.process_index == jax.process_index()]
         return _least_of_nodes(min(map(available_memory, own)) // (len(own) if self.platform == "cpu" else 1))
 
@@ -163,7 +157,6 @@ class JaxBackend:
         return mixed_shapes(self.config, sizes)
 
     def cache(self, model: UnloadedModel, pages: tuple[int, ...], *, count_experts: bool = False) -> KVCacheSpec:
-        """The pools of a model."""
         return kv_cache_spec(
             model.parallel.config,
             model.kv_dtype,
@@ -183,10 +176,7 @@ def _block_products(
     dtype: jnp.dtype,
 ) -> BlockProducts:
     """The kernels for matrices that are also kept in blocks, of the model that `build` creates; none if the blocks
-    would take too much memory.
-
-    **Raises:** `ConfigError` if the options ask for blocks that are not supported.
-    """
+    would take too much memory. Raises `ConfigError` if the options ask for blocks that are not supported."""
     if not config.keep_gguf_blocks:
         return no_blocks
     check_block_kernels(device, dtype, config.tp_size)
@@ -205,11 +195,8 @@ def _block_products(
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
     """The attention implementation of the options; `auto` is the Pallas kernels on a TPU, and XLA's operations
-    elsewhere. With `debug_memory`, kernels check addresses.
-
-    **Raises:** `ConfigError` for an implementation that this backend does not have, or that the device does not
-    support, and for a TPU that the kernels do not support.
-    """
+    elsewhere. With `debug_memory`, kernels check addresses. Raises `ConfigError` for an implementation that this
+    backend or the device does not support, and for a TPU that the kernels do not support."""
     on_tpu = device.platform == "tpu"
     backend = config.attention_backend
     if backend is AttentionBackend.AUTO:
@@ -229,12 +216,11 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
 
 
 def kv_dtype_of(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of keys and values in the cache. `dtype`: of activations."""
+    """The dtype of keys and values in the cache, from that of activations."""
     return _KV_DTYPES.get(config.kv_cache_dtype, dtype)
 
 
 def state_dtypes_of(config: EngineConfig, dtype: jnp.dtype) -> StateDtypes:
-    """The dtypes of recurrent states. `dtype`: of activations."""
     return StateDtypes(activations=dtype, recurrent=jnp.dtype(config.mamba_ssm_dtype.value))
 
 
@@ -253,7 +239,6 @@ def memory_of_one_device(
     *,
     state_dtypes: StateDtypes,
 ) -> Memory:
-    """The memory of a device: available bytes, and bytes of weights, of a page and of a slot."""
     return Memory(
         platform=platform,
         available=available,
@@ -265,7 +250,6 @@ def memory_of_one_device(
 def _groups(
     parallel: TensorParallel, kv_dtype: jnp.dtype, page_size: int, platform: str, state_dtypes: StateDtypes
 ) -> tuple[GroupMemory, ...]:
-    """The memory of each cache group on one device."""
     sizes = bytes_of_groups(
         parallel.config,
         kv_dtype,
@@ -279,7 +263,7 @@ def _groups(
 
 
 def _least_of_nodes(available: int) -> int:
-    """The least memory of all nodes, so that all choose the same sizes."""
+    """The least memory of all nodes in whole MiB, so that all choose the same sizes."""
     if jax.process_count() == 1:
         return available
     mebibytes = multihost_utils.process_allgather(np.int32(available // 2**20))

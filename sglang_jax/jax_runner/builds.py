@@ -33,15 +33,13 @@ def builds_at_once() -> int:
 
 
 class Builds:
-    """Programs by name, each built once, by the first thread that needs it. Thread-safe.
-
-    `building`: entered around each build that a thread waits for.
-    """
+    """Programs by name, each built once, by the first thread that needs it. Thread-safe. `building`: entered around
+    each build that a thread waits for."""
 
     def __init__(self) -> None:
         self.building: Building = nullcontext
         self._built: dict[str, Executable] = {}
-        self._begun: dict[str, Future[Executable]] = {}
+        self._started: dict[str, Future[Executable]] = {}
         self._lock = threading.Lock()  # guards the started builds
         self._in_background: BackgroundBuilds | None = None
         self._compilers: list[int] = []  # threads of the compiler
@@ -53,26 +51,23 @@ class Builds:
         return name in self._built
 
     def get(self, name: str, build: Build) -> Executable:
-        """The program. Builds it, or waits for it, if necessary."""
         program = self._built.get(name)
         return self.build_or_wait(name, build) if program is None else program
 
     def begin(self, builders: Mapping[str, Build]) -> dict[Future[Executable], str]:
-        """Starts to build programs on other threads, in this order. Returns the futures at once, with their names."""
+        """Starts to build programs on other threads, in this order. Returns their futures, with names, at once."""
         pool = ThreadPoolExecutor(builds_at_once(), thread_name_prefix="build")
         with self._lock:
             for name, build in builders.items():
-                if name not in self._begun:
-                    self._begun[name] = pool.submit(self._build, name, build)
-            futures = {self._begun[name]: name for name in builders}
+                if name not in self._started:
+                    self._started[name] = pool.submit(self._build, name, build)
+            futures = {self._started[name]: name for name in builders}
         pool.shutdown(wait=False)  # its threads end after their builds
         return futures
 
     def build(self, builders: Mapping[str, Build], progress: Callable[[int, int, str], None]) -> None:
-        """Builds the programs that are not built yet, on `builds_at_once` threads.
-
-        `progress(done, total, what)` is called on this thread, with the name of the program built last.
-        """
+        """Builds the programs that are not built yet, on `builds_at_once` threads. Calls `progress(done, total, what)`
+        on this thread; `what` is the program built last."""
         progress(0, len(builders), "compiling")
         before = ticks_of_threads()
         futures = self.begin(builders)
@@ -83,22 +78,17 @@ class Builds:
         self._compilers = compiler_threads(before, ticks_of_threads())
 
     def build_in_background(self, builders: Mapping[str, Build], around: Around) -> None:
-        """Builds the programs that are not built yet on one thread, in this order, and returns at once. The thread has
-        a low priority, and so have all threads of the compiler that `build` has observed.
-
-        **Arguments:** `around`: entered by the thread around each build.
-        """
+        """Builds the programs that are not built yet on one thread, in this order, and returns at once. The thread, and
+        the compiler's threads that `build` has found, get a low priority. It enters `around` around each build."""
         left = {name: build for name, build in builders.items() if name not in self._built}
         self._in_background = BackgroundBuilds(self, left, around, self._compilers)
 
     @property
     def num_left(self) -> int:
-        """Number of programs still to be built in the background."""
         return 0 if self._in_background is None else self._in_background.num_left
 
     @property
     def failed(self) -> Sequence[str]:
-        """Names of the programs whose background build failed."""
         return () if self._in_background is None else self._in_background.failed
 
     @property
@@ -112,25 +102,25 @@ class Builds:
         if self._in_background is not None:
             self._in_background.stop()
         with self._lock:
-            self._begun = {name: future for name, future in self._begun.items() if not future.cancel()}
+            self._started = {name: future for name, future in self._started.items() if not future.cancel()}
 
     def build_or_wait(self, name: str, build: Build, *, awaited: bool = True) -> Executable:
         """Builds a program, or waits for another thread that builds it. `awaited`: whether a thread waits for it."""
         with self._lock:
-            begun = self._begun.get(name)
-            own = begun is None or begun.cancel()
-            if begun is None or own:
-                begun = self._begun[name] = Future()
-                begun.set_running_or_notify_cancel()  # prevents cancellation
+            future = self._started.get(name)
+            own = future is None or future.cancel()
+            if future is None or own:
+                future = self._started[name] = Future()
+                future.set_running_or_notify_cancel()  # prevents cancellation
         if not own:
             with self.building() if awaited else nullcontext():
-                return begun.result()
+                return future.result()
         try:
-            begun.set_result(self._build(name, build, awaited=awaited))
+            future.set_result(self._build(name, build, awaited=awaited))
         except BaseException as error:
-            begun.set_exception(error)
+            future.set_exception(error)
             raise
-        return begun.result()
+        return future.result()
 
     def _build(self, name: str, build: Build, *, awaited: bool = True) -> Executable:
         try:
@@ -138,16 +128,13 @@ class Builds:
                 program = self._built[name] = build()
         except BaseException:
             with self._lock:
-                self._begun.pop(name, None)  # the next use tries again
+                self._started.pop(name, None)  # the next use tries again
             raise
         return program
 
 
 class BackgroundBuilds:
-    """The thread that builds programs in the background.
-
-    **Arguments:** as of `Builds.build_in_background`; `compilers`: ids of the compiler's threads.
-    """
+    """The thread that builds programs in the background. `compilers`: ids of the compiler's threads."""
 
     def __init__(
         self, builds: Builds, builders: Mapping[str, Build], around: Around, compilers: Sequence[int] = ()
@@ -166,11 +153,9 @@ class BackgroundBuilds:
 
     @property
     def num_left(self) -> int:
-        """Number of programs that are not built yet."""
         return self._left
 
     def stop(self) -> None:
-        """Starts no further build."""
         self._stopped = True
 
     def _wait(self) -> None:

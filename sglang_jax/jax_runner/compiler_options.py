@@ -1,8 +1,5 @@
-"""Compiler options for single programs: remedies for faults of a release that affect some programs, by chip.
-
-They apply to the compilation of one program. Options in the environment (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`) apply to all
-programs, so a remedy for one would slow others down.
-"""
+"""Compiler options for single programs: remedies for faults of releases, by chip. Options in the environment
+(`LIBTPU_INIT_ARGS`, `XLA_FLAGS`) apply to all programs, so a remedy for one would slow others down."""
 
 from __future__ import annotations
 
@@ -20,26 +17,24 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Releases:
-    """Releases of one package, from `since` on and before `until`; None for all later ones."""
+    """Releases of one package from `since` on and before `until`, if given."""
 
     since: Version
     until: Version | None = None
 
-    def have(self, version: Version) -> bool:
-        """Whether a release is one of these."""
+    def contain(self, version: Version) -> bool:
         return self.since <= version and (self.until is None or version < self.until)
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Installed versions of JAX and of libtpu, which is None if pip did not install it."""
+    """Installed versions; that of libtpu is None if pip did not install it."""
 
     jax: Version
     libtpu: Version | None
 
     @staticmethod
     def here() -> Installed:
-        """The versions of this process."""
         try:
             libtpu: Version | None = numbers_of(importlib.metadata.version("libtpu"))
         except importlib.metadata.PackageNotFoundError:
@@ -49,12 +44,9 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Options for steps on one chip.
-
-    - `jax`, `libtpu`: the releases that need it. For a fault of libtpu, its version decides, and that of JAX only if
-      libtpu's is unknown, since either may be newer than the version released with the other.
-    - `decode_only`: whether it applies to decode steps only.
-    """
+    """Options for steps, or only decode steps, on one chip. `jax`, `libtpu`: the releases that need it. For a fault of
+    libtpu, its version decides, and that of JAX only if libtpu's is unknown, since either may be newer than the version
+    released with the other."""
 
     chip: Chip
     jax: Releases
@@ -64,11 +56,10 @@ class Remedy:
     reason: str
 
     def fits(self, chip: Chip, installed: Installed, decode_only: bool) -> bool:
-        """Whether it applies to such a step."""
         if self.libtpu is None or installed.libtpu is None:
-            released = self.jax.have(installed.jax)
+            released = self.jax.contain(installed.jax)
         else:
-            released = self.libtpu.have(installed.libtpu)
+            released = self.libtpu.contain(installed.libtpu)
         return chip is self.chip and released and (decode_only or not self.decode_only)
 
 
@@ -94,8 +85,8 @@ def numbers_of(version: str) -> Version:
 def options_of_step(
     platform: str, device_kind: str, decode_only: bool, installed: Installed | None = None
 ) -> dict[str, str]:
-    """Compiler options of a step's program, in addition to the environment's. `decode_only`: whether it is a decode
-    step, or has as few rows. Empty on an unknown TPU. `installed`: None for the versions of this process."""
+    """Compiler options of a step's program, in addition to the environment's; none on an unknown TPU. `decode_only`:
+    whether it is a decode step, or has as few rows. `installed`: None for the versions of this process."""
     chip = known_chip(device_kind)
     if platform != "tpu" or chip is None:
         return {}

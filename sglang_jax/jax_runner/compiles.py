@@ -1,4 +1,4 @@
-"""Counts the programs that XLA compiles, and keeps them between runs."""
+"""Counts the programs that XLA compiles, and stores them for later runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 class _Planned(threading.local):
-    """Whether the builds of the current thread are planned."""
-
     here = False
 
 
 class CompileCounter:
-    """Counts programs that this process has built, or loaded from the persistent cache, since the counter was created.
-
-    It counts all computations of the process, so that stray operations outside the runner's programs show, too.
-    """
+    """Counts the programs that this process has built, or loaded from the persistent cache, since the counter was
+    created: all computations of the process, so stray operations outside the runner's programs show."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -48,14 +44,13 @@ class CompileCounter:
             self._planned.here = False
 
     def close(self) -> None:
-        """Stops counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
 
 def use_compilation_cache(address: str) -> bool:
-    """Keeps every compiled program in a folder, however small or quick to compile. `address`: the folder, local or in a
-    scheme that etils supports, such as `gs://bucket/folder`. If the folder does not exist and cannot be created, logs
-    that and keeps none. Returns whether programs are kept."""
+    """Stores every compiled program in a folder, however small or quick to compile. `address`: the folder, local or of
+    a scheme that etils supports, such as `gs://bucket/folder`. Returns False, with a log line, if a local folder cannot
+    be created."""
     if "://" not in address:
         try:
             Path(address).mkdir(parents=True, exist_ok=True)

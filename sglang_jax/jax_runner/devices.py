@@ -13,11 +13,8 @@ from sglang_jax.runner.this_machine import available_host_memory, cpu_multiplies
 
 
 def select_devices(wanted: Device, count: int) -> list[jax.Device]:
-    """The first `count` devices of the wanted platform; with `auto`, JAX chooses the platform. The first device of this
-    process becomes its default.
-
-    **Raises:** `ConfigError` naming the devices that JAX finds.
-    """
+    """The first `count` devices of the wanted platform (with `auto`, JAX chooses it), the first of which in this
+    process becomes its default device. Raises `ConfigError` naming the devices that JAX finds."""
     # Without libtpu, JAX logs at INFO that it could not be loaded, which looks like a failed start.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     if wanted is Device.CPU:
@@ -48,11 +45,9 @@ def select_device(wanted: Device) -> jax.Device:
 
 
 def select_dtype(wanted: Dtype, device: jax.Device) -> jnp.dtype:
-    """The dtype of weights, activations and KV.
-
-    `auto` is bfloat16, but float32 on a CPU without bfloat16 products, where XLA would widen every weight in every
-    step. On a CPU with them, decode steps of a 135M model take 40 to 60 % of their time in float32.
-    """
+    """The dtype of weights, activations and KV. `auto` is bfloat16, but float32 on a CPU without bfloat16 products,
+    where XLA would widen every weight in every step. On a CPU with them, bfloat16 decode steps of a 135M model take 40
+    to 60 % of their time in float32. Raises `ConfigError` for float16."""
     if wanted is Dtype.FLOAT16:
         raise ConfigError("the JAX backend computes in bfloat16 or float32, not in float16: choose --dtype bfloat16")
     if wanted is not Dtype.AUTO:

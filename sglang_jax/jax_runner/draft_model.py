@@ -1,8 +1,8 @@
 """Drafts tokens with a draft model, on the device: see `runner.draft_model`.
 
-A draft is sampled like the token that it predicts: with the row's parameters, and the noise of its position. So
-models with similar distributions sample the same tokens at any temperature (Leviathan et al. 2023 accept at random;
-here, equal samples are accepted).
+A draft is sampled like the token that it predicts: with the row's parameters, and the noise of its position. So models
+with similar distributions sample the same tokens at any temperature (Leviathan et al. 2023 accept at random; here,
+equal samples are accepted).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CATCH_UP_TOKENS = (16, 128)
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """The functions of a draft model. A runner has the weights of both models in one list, and their layers' memory in
-    another; the draft model's entries are last.
+    """The functions of a draft model. Its weights and its layers' memory are last in the runner's lists for both
+    models.
 
     - `groups`: indices of its cache groups among those with pages of both models.
     - `num_weights`, `num_layers`: number of its entries in the lists.
@@ -50,9 +50,9 @@ class DraftModel:
     def forward(
         self, weights: Weights, batch: ForwardBatch, kv: KVCaches, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, KVCaches]:
-        """Computes a batch that has the pages of both models. `lengths` int32 `[T]`: the length of each token's row, if
-        tokens far before its end are computed. KV before windows is not written, since those pages may belong to other
-        rows by now."""
+        """Computes a batch that has the pages of both models. `lengths` int32 `[T]`: each token's row's length, to
+        compute tokens far before the end: KV before windows is then not written, since other rows may own those pages
+        by now."""
         pages = (GroupPages(batch.write_slots, batch.page_table), *batch.further)
 
         def kept(group: GroupPages, window: int | None) -> GroupPages:
@@ -67,16 +67,15 @@ class DraftModel:
         return hidden, tuple(kv)
 
     def own(self, weights: Weights) -> Weights:
-        """Its weights, from those of both models."""
         return weights[len(weights) - self.num_weights :]
 
     def split(self, kv: KVCaches) -> tuple[KVCaches, KVCaches]:
-        """The memory of the model's layers, and of the draft model."""
+        """The memory of the model's layers, and of the draft model's."""
         first = len(kv) - self.num_layers
         return tuple(kv[:first]), tuple(kv[first:])
 
-    def beside(self, model: ModelFunctions) -> ModelFunctions:
-        """`model` together with the draft model, which steps with chunks compute, too."""
+    def combined_with(self, model: ModelFunctions) -> ModelFunctions:
+        """`model` together with the draft model, which also computes steps with chunks."""
 
         def forward(weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
             models, drafts = self.split(kv)
@@ -92,15 +91,13 @@ class DraftModel:
 
 
 class DraftState(NamedTuple):
-    """The state that the draft model's programs change: they take it donated and return it."""
+    """The state that the draft model's programs change: donated, and returned."""
 
     kv: KVCaches
     drafted: DraftedTokens
 
 
 class RowState(NamedTuple):
-    """The state that the draft model's programs read."""
-
     page_table: jax.Array
     known: KnownTokens
     sampling: SamplingState
@@ -120,30 +117,30 @@ def pack_drafts(flat: FlatPlan, size: int, dump_row: int) -> Int32:
 
 
 def make_draft(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Draft:
-    """A function of (weights, `DraftState`, `RowState`, packed) that drafts the next samples of up to `rows` rows: see
-    `pack_drafts`. Its loop runs once per draft of the row with the most."""
-    reader, whole = reader_over(mesh), on_every_device(mesh)
+    """A function of (weights, `DraftState`, `RowState`, packed) that drafts the next samples of up to `rows` rows (see
+    `pack_drafts`). Its loop runs once per draft of the row with the most."""
+    reader, replicate = reader_over(mesh), on_every_device(mesh)
 
-    def run(weights: Weights, state: DraftState, given: RowState, packed: jax.Array) -> DraftState:
-        own, counts = whole((packed[0], packed[1]))
-        dump_row = given.page_table.shape[0] - 1
-        lengths = given.known.lengths[own]
+    def run(weights: Weights, state: DraftState, row_state: RowState, packed: jax.Array) -> DraftState:
+        own, counts = replicate((packed[0], packed[1]))
+        dump_row = row_state.page_table.shape[0] - 1
+        lengths = row_state.known.lengths[own]
         most = state.drafted.tokens.shape[1]
 
         def forward(
-            who: jax.Array, kv_lens: jax.Array, tokens: jax.Array, real: jax.Array, kv: KVCaches
+            row_ids: jax.Array, kv_lens: jax.Array, tokens: jax.Array, real: jax.Array, kv: KVCaches
         ) -> tuple[jax.Array, KVCaches]:
-            who, kv_lens = jnp.where(real, who, dump_row), jnp.where(real, kv_lens, 1)
-            inputs = _decode_inputs(who, kv_lens)
-            batch = build_batch(inputs, given.page_table, tokens, page_size, len(who), table)
-            return draft.forward(weights, whole(batch), kv)
+            row_ids, kv_lens = jnp.where(real, row_ids, dump_row), jnp.where(real, kv_lens, 1)
+            inputs = _decode_inputs(row_ids, kv_lens)
+            batch = build_batch(inputs, row_state.page_table, tokens, page_size, len(row_ids), table)
+            return draft.forward(weights, replicate(batch), kv)
 
         def sample(hidden: jax.Array, kv_lens: jax.Array, real: jax.Array) -> jax.Array:
             logits = draft.functions.logits(weights, hidden)
-            tokens = reader.sample(logits, given.sampling, own, kv_lens, real)
+            tokens = reader.sample(logits, row_state.sampling, own, kv_lens, real)
             return jnp.where(tokens == INVALID_TOKEN, DRAFT, tokens)
 
-        def turn(number: jax.Array, carry: tuple[KVCaches, jax.Array]) -> tuple[KVCaches, jax.Array]:
+        def draft_next(number: jax.Array, carry: tuple[KVCaches, jax.Array]) -> tuple[KVCaches, jax.Array]:
             kv, found = carry
             real = counts > number
             before = lax.dynamic_index_in_dim(found, number - 1, 1, keepdims=False)
@@ -155,10 +152,10 @@ def make_draft(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, 
         active = counts > 0
         places = jnp.maximum(jnp.concatenate((lengths - 2, lengths - 1)), 0)
         missed = active & (state.drafted.lengths[own] < lengths - 1)
-        last_two = given.known.tokens[jnp.tile(own, 2), places]
+        last_two = row_state.known.tokens[jnp.tile(own, 2), places]
         hidden, kv = forward(jnp.tile(own, 2), places + 1, last_two, jnp.concatenate((missed, active)), state.kv)
         found = jnp.full((rows, most), DRAFT, jnp.int32).at[:, 0].set(sample(hidden[rows:], lengths, active))
-        kv, found = lax.fori_loop(1, jnp.max(counts), turn, (kv, found))
+        kv, found = lax.fori_loop(1, jnp.max(counts), draft_next, (kv, found))
         drafted = state.drafted
         computed = jnp.where(active, lengths + counts - 1, 0)
         return DraftState(kv, DraftedTokens(drafted.tokens.at[own].set(found), drafted.lengths.at[own].set(computed)))
@@ -167,7 +164,7 @@ def make_draft(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, 
 
 
 def pack_missed(rows: Int32, backs: Int32, counts: Int32, size: int, dump_row: int) -> Int32:
-    """The tokens of `rows` `[n]` to compute, as int32 `[3, size]`: `counts` tokens of each, up to `backs` before its
+    """The tokens to compute, as int32 `[3, size]`: `counts` tokens of each of `rows` `[n]`, up to `backs` before its
     end."""
     packed = np.zeros((3, size), np.int32)
     packed[0] = dump_row
@@ -176,14 +173,13 @@ def pack_missed(rows: Int32, backs: Int32, counts: Int32, size: int, dump_row: i
 
 
 def make_catch_up(draft: DraftModel, tokens: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Draft:
-    """A function like that of `make_draft` that computes up to `tokens` tokens which the draft model has missed: see
-    `pack_missed`."""
-    whole = on_every_device(mesh)
+    """Like `make_draft`, computes up to `tokens` tokens that the draft model has missed: see `pack_missed`."""
+    replicate = on_every_device(mesh)
 
-    def run(weights: Weights, state: DraftState, given: RowState, packed: jax.Array) -> DraftState:
-        rows, backs, counts = whole((packed[0], packed[1], packed[2]))
+    def run(weights: Weights, state: DraftState, row_state: RowState, packed: jax.Array) -> DraftState:
+        rows, backs, counts = replicate((packed[0], packed[1], packed[2]))
         drafted = state.drafted
-        ends = given.known.lengths[rows] - backs
+        ends = row_state.known.lengths[rows] - backs
         starts = jnp.clip(drafted.lengths[rows], ends - counts, ends)
         query_ends = jnp.cumsum(jnp.where(counts > 0, ends - starts, 0))
         inputs = replace(
@@ -196,9 +192,9 @@ def make_catch_up(draft: DraftModel, tokens: int, page_size: int, mesh: Mesh | N
         sequences = jnp.searchsorted(query_ends, places, side="right", method="compare_all")
         sequences = jnp.minimum(sequences, len(rows) - 1)
         positions = jnp.maximum(inputs.kv_lens[sequences] - (query_ends[sequences] - places), 0)
-        text = given.known.tokens[rows[sequences], positions]
-        batch = build_batch(replace(inputs, tokens=text), given.page_table, text, page_size, tokens, table)
-        _, kv = draft.forward(weights, whole(batch), state.kv, given.known.lengths[rows[sequences]])
+        text = row_state.known.tokens[rows[sequences], positions]
+        batch = build_batch(replace(inputs, tokens=text), row_state.page_table, text, page_size, tokens, table)
+        _, kv = draft.forward(weights, replicate(batch), state.kv, row_state.known.lengths[rows[sequences]])
         computed = jnp.where(counts > 0, jnp.maximum(ends, drafted.lengths[rows]), 0)
         return DraftState(kv, replace(drafted, lengths=drafted.lengths.at[rows].set(computed)))
 

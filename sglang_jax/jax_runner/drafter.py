@@ -15,10 +15,7 @@ from sglang_jax.runner.plan import Int32
 
 
 class Drafter:
-    """Runs the draft model's programs.
-
-    **Arguments:** `weights`: of both models; `max_rows`: of the runner.
-    """
+    """Runs the draft model's programs. `weights`: of both models."""
 
     def __init__(self, programs: Programs, weights: Weights, max_rows: int) -> None:
         self._programs = programs
@@ -35,11 +32,10 @@ class Drafter:
         return programs.propose(self._weights, state, pack_drafts(flat, size, programs.dump_row))
 
     def launched(self, flat: FlatPlan) -> None:
-        """Notes that a plan was launched, with or without drafts."""
         self._lag.launched(flat)
 
     def warm_up(self, state: DeviceState, names: Collection[str]) -> Iterator[tuple[str, DeviceState]]:
-        """Runs each program with one of these names, in the dump row. Yields its name and the state."""
+        """Runs each of the named programs in the dump row. Yields its name and the state."""
         dump_row = self._programs.dump_row
         for size in self._programs.draft_sizes:
             if (name := f"draft {size} rows") not in names:

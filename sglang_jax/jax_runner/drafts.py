@@ -1,8 +1,7 @@
 """Drafts tokens on the device, and determines which samples after drafts count.
 
 Drafts come from a draft model (`draft_model.py`), or continue the row's text as after an earlier occurrence of its end:
-prompt lookup decoding (Saxena 2023). A draft costs a query of the step, and is accepted if a text repeats itself:
-edited code, quoted passages.
+prompt lookup decoding (Saxena 2023), whose drafts are accepted if a text repeats itself: edited code, quotations.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from sglang_jax.runner.plan import DRAFT, HINT_TOKENS
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KnownTokens:
-    """The text of every row, for runners with drafts.
+    """The text of every row, for runners with drafts, as int32 arrays.
 
-    - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; arbitrary after a row's length.
-    - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled; the last one is not computed yet.
-    - `hints`: int32 `[rows + 1, HINT_TOKENS]`, parts of other texts to search, too; padded with `DRAFT`.
-    - `accepted`: int32 `[rows + 1]`, accepted drafts of the previous step, of each row in it.
+    - `tokens` `[rows + 1, max_context + 1]`: prompt and output; arbitrary after a row's length.
+    - `lengths` `[rows + 1]`: tokens of each row that has sampled; the last one is not computed yet.
+    - `hints` `[rows + 1, HINT_TOKENS]`: parts of other texts to search, too; padded with `DRAFT`.
+    - `accepted` `[rows + 1]`: accepted drafts of the previous step, of each row in it.
     """
 
     tokens: jax.Array
@@ -45,7 +44,7 @@ class KnownTokens:
         )
 
     def append(self, rows: jax.Array, kv_lens: jax.Array, tokens: jax.Array, kept: jax.Array) -> KnownTokens:
-        """Appends the samples `tokens` of sequences that are `kept` to the texts of `rows`, at `kv_lens`: all `[R]`."""
+        """Appends `tokens` of `kept` sequences to the texts of `rows`, at `kv_lens`: all `[R]`."""
         dump_row = self.lengths.shape[0] - 1
         rows = jnp.where(kept, rows, dump_row)
         return replace(
@@ -63,11 +62,8 @@ class KnownTokens:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftedTokens:
-    """The drafts of a draft model, and the lengths that it has computed.
-
-    - `tokens`: int32 `[rows + 1, drafts]`, drafts for the present step; `DRAFT` for none.
-    - `lengths`: int32 `[rows + 1]`, tokens of each row, from the first, with keys and values of the draft model.
-    """
+    """The drafts of a draft model for the present step, int32 `[rows + 1, drafts]`, `DRAFT` for none; and how many of
+    each row's first tokens have keys and values of the draft model, int32 `[rows + 1]`."""
 
     tokens: jax.Array
     lengths: jax.Array
@@ -77,8 +73,8 @@ class DraftedTokens:
         return cls(jnp.full((rows, drafts), DRAFT, jnp.int32), jnp.zeros(rows, jnp.int32))
 
     def computed_with(self, rows: jax.Array, starts: jax.Array, ends: jax.Array, chunks: jax.Array) -> DraftedTokens:
-        """Notes that the draft model has computed tokens `[starts, ends)` of `rows`, all `[R]`. Before chunks (`chunks`
-        bool `[R]`) no token is missing; tokens after missing ones are computed again."""
+        """Notes that the draft model has computed tokens `[starts, ends)` of `rows`, all `[R]`. Before `chunks` (bool
+        `[R]`) no token is missing; tokens after missing ones are computed again."""
         before = self.lengths[rows]
         return replace(self, lengths=self.lengths.at[rows].set(jnp.where(chunks | (before >= starts), ends, before)))
 
@@ -93,7 +89,7 @@ class Sequences(NamedTuple):
     - `samples`: bool, whether they sample.
     - `kv_lens`: int32, length after the step, also of sequences that start where the previous step ended.
     - `own`: int32, tokens of decode sequences: the row's last sample, or a draft; `DRAFT` if there is none.
-    - `draft_numbers`: int32, number of the sequence's draft within its row, 0 for none. None in steps without drafts.
+    - `draft_numbers`: int32, the draft's number in its row, from 1; 0 for no draft. None in steps without drafts.
     """
 
     samples: jax.Array
@@ -144,8 +140,7 @@ def set_hints(known: KnownTokens, packed: jax.Array) -> KnownTokens:
 
 def _guess(known: KnownTokens, rows: jax.Array, draft_numbers: jax.Array) -> jax.Array:
     """Drafts `[R]` that continue the texts of `rows` `[R]` as after the latest of their longest matches with the end,
-    in the text or in the hint. If the match is so close to the end that the text runs out, it is continued
-    periodically."""
+    in the text or in the hint. A match so close to the end that the text runs out is continued periodically."""
     own = known.tokens.shape[1]  # columns of a text; those after them are a hint's
     tokens = jnp.concatenate((known.tokens[rows], known.hints[rows]), axis=1)
     width = tokens.shape[1]
@@ -153,12 +148,12 @@ def _guess(known: KnownTokens, rows: jax.Array, draft_numbers: jax.Array) -> jax
     in_hint = columns >= own
     since_begin = jnp.where(in_hint, columns - own, columns)
     last = (known.lengths[rows] - 1)[:, None]
-    alike = in_hint | (columns < last)
+    matching = in_hint | (columns < last)
     matched = jnp.zeros(tokens.shape, jnp.int32)
     for back in range(LONGEST_MATCH):
         wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
-        alike &= (jnp.roll(tokens, back, axis=1) == wanted) & (since_begin >= back) & (last >= back)
-        matched += alike
+        matching &= (jnp.roll(tokens, back, axis=1) == wanted) & (since_begin >= back) & (last >= back)
+        matched += matching
     later = jnp.where(in_hint, since_begin, columns + HINT_TOKENS)
     score = jnp.where(matched >= SHORTEST_MATCH, matched * width + later, -1)
     place = jnp.argmax(score, axis=1)[:, None]
@@ -173,14 +168,11 @@ def kept_samples(
     draft_numbers: jax.Array, computed: jax.Array, sampled: jax.Array, most: int
 ) -> tuple[jax.Array, jax.Array]:
     """Which sequences sampled after accepted drafts only, and which of them are the last of their rows: bool `[R]`
-    each.
-
-    `computed`: each sequence's token; `sampled`: its sample. `most`: maximum drafts of a row.
-    """
+    each. `computed`: each sequence's token; `sampled`: its sample. `most`: maximum drafts of a row."""
     first = draft_numbers == 0
     accepted = jnp.roll(sampled, 1) == computed
     kept = first
     for _ in range(most):
         kept = first | (accepted & jnp.roll(kept, 1))
-    goes_on = jnp.roll(kept & ~first, -1)
-    return kept, kept & ~goes_on
+    continued = jnp.roll(kept & ~first, -1)
+    return kept, kept & ~continued

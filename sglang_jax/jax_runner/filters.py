@@ -1,8 +1,5 @@
-"""The filters top-k, top-p and min-p, by the distance of a token's scaled logit below its line's largest.
-
-A distance is never negative, so its bits as an integer have the same order as its value. A filter is the largest kept
-distance, which a search over bits finds.
-"""
+"""The filters top-k, top-p and min-p, by the distance of a token's scaled logit below its line's largest. Distances are
+not negative, so their bits as integers have the same order: a bisection finds the largest kept distance."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from sglang_jax.kernels.kept_distance_pallas import kept_distance
 
 _INFINITY_BITS = 0x7F800000
 _BLOCK, _NEAR_BLOCKS = 16, 256
-"""Tokens of a block, and the number of blocks of a line that are searched before the whole line is."""
+"""Tokens of a block, and the number of a line's blocks that are searched before the whole line is."""
 
 
 class Filters(NamedTuple):
-    """The filters of each line, `[n]`: `top_k` int32, `top_p` and `min_p` float32, and bool `random`, whether they
+    """The filters of each line, `[n]`: `top_k` int32, `top_p` and `min_p` float32, `random` bool: whether they
     apply."""
 
     top_k: jax.Array
@@ -42,11 +39,9 @@ class Filters(NamedTuple):
 
 
 class Near(NamedTuple):
-    """The tokens of each line with the smallest distances, and possibly others.
-
-    `distances` float32 and `tokens` int32, `[n, m]`, unordered; they include every token of the line with a distance
-    below `bound`, float32 `[n]`. Padding of the vocabulary has an infinite distance.
-    """
+    """The tokens with the smallest distances of each line, and possibly others, unordered: `distances` float32 and
+    `tokens` int32, `[n, m]`, with every token of a distance below `bound` float32 `[n]`. Padding has an infinite
+    distance."""
 
     distances: jax.Array
     tokens: jax.Array
@@ -54,20 +49,18 @@ class Near(NamedTuple):
 
     @classmethod
     def none(cls, lines: int) -> Near:
-        """No tokens, with a bound of 0."""
         size = lines, _BLOCK * _NEAR_BLOCKS
         return cls(jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.int32), jnp.zeros(lines, jnp.float32))
 
     @classmethod
     def all_of(cls, distances: jax.Array) -> Near:
-        """All tokens of the lines."""
         tokens = lax.broadcasted_iota(jnp.int32, distances.shape, 1)
         return cls(distances, tokens, jnp.full(len(distances), jnp.inf, jnp.float32))
 
     @classmethod
     def of(cls, distances: jax.Array) -> Near:
-        """The tokens of the blocks with the smallest distances. A block's tokens are `blocks` apart, so that the minima
-        of all blocks are found by comparing whole parts of a line."""
+        """The tokens of the blocks with the smallest distances. A block's tokens are `blocks` apart, so that comparing
+        whole parts of a line finds the minima of all blocks."""
         lines, vocab_size = distances.shape
         blocks = -(-vocab_size // _BLOCK)
         filled = jnp.pad(distances, ((0, 0), (0, blocks * _BLOCK - vocab_size)), constant_values=jnp.inf)
@@ -88,11 +81,9 @@ def has_near(vocab_size: int) -> bool:
 
 
 def largest_kept(distances: jax.Array, near: Near | None, filters: Filters) -> jax.Array:
-    """The largest distance that each line keeps, float32 `[n]`; infinity if it keeps all tokens.
-
-    **Arguments:** `distances`: float32 `[n, vocab]`; `near`: their nearest tokens, or None to search all. Lines whose
-    cut-off is not among them are searched whole, and lines without filters not at all.
-    """
+    """The largest distance that each line of `distances` float32 `[n, vocab]` keeps, float32 `[n]`; infinity if it
+    keeps all tokens. `near`: their nearest tokens, or None to search all. Lines whose cut-off is not among them are
+    searched whole, and lines without filters not at all."""
     vocab_size = distances.shape[1]
     mass = lax.cond(
         jnp.any(filters.cut_by_mass() & ~filters.cut_by_rank(vocab_size)),
@@ -109,10 +100,10 @@ def largest_kept(distances: jax.Array, near: Near | None, filters: Filters) -> j
     def nearby() -> jax.Array:
         return _largest_kept(near, mass, filters, vocab_size)
 
-    asked = jnp.any(filters.cut(vocab_size))
-    found = lax.cond(asked, nearby, lambda: jnp.full(len(distances), jnp.inf, jnp.float32))
-    told = ~filters.cut(vocab_size) | near.has_all(found)
-    return lax.cond(jnp.all(told), lambda: found, lambda: jnp.where(told, found, everywhere()))
+    needed = jnp.any(filters.cut(vocab_size))
+    found = lax.cond(needed, nearby, lambda: jnp.full(len(distances), jnp.inf, jnp.float32))
+    settled = ~filters.cut(vocab_size) | near.has_all(found)
+    return lax.cond(jnp.all(settled), lambda: found, lambda: jnp.where(settled, found, everywhere()))
 
 
 def largest_kept_on_tpu(distances: jax.Array, filters: Filters) -> jax.Array:
@@ -150,7 +141,6 @@ def _largest_kept(near: Near, mass: jax.Array, filters: Filters, vocab_size: int
 
 
 def distance_of_rank(values: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Distance of the k-th most likely token, float32 `[n]`."""
 
     def enough(limits: jax.Array) -> jax.Array:
         return jnp.sum((values <= limits[:, None]).astype(jnp.int32), axis=-1) >= top_k
@@ -172,12 +162,9 @@ def distance_of_mass(values: jax.Array, kept: jax.Array, mass: jax.Array, top_p:
 
 
 def _least_distance(enough: Callable[[jax.Array], jax.Array], lines: int) -> jax.Array:
-    """The smallest float32 in [0, infinity] for which `enough` (`[n]` floats to `[n]` bools, monotone) holds; infinity
-    if it holds for no smaller one.
-
-    It bisects over the bits of the float: exact after 31 passes over the values, and 15 to 30 times faster on the CPU
-    than sorting a vocabulary.
-    """
+    """The smallest float32 in [0, infinity] for which `enough` (`[n]` floats to `[n]` bools, monotone) holds. It
+    bisects over the float's bits: exact after 31 passes, and 15 to 30 times faster on the CPU than sorting a
+    vocabulary."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds

@@ -1,13 +1,9 @@
 """Scales of an 8-bit KV cache: converted from another dtype, or calibrated on the model itself.
 
 Calibration runs the loaded model once, with a cache in its own dtype, over fixed tokens, and reads the largest keys and
-values of each KV head from the pages:
-
-- Keys are measured by the length of their rotated pairs. Rotation does not change that length, so no position makes
-  either number larger than it. Numbers that do not rotate are measured by their absolute value.
-- Values are measured by their absolute value.
-
-A margin (`MARGIN`) covers keys and values that the calibration did not produce; larger ones saturate.
+values of each KV head from the pages. Rotated pairs of keys are measured by their length, which no position changes and
+neither number exceeds; other numbers by their absolute value. Keys and values beyond these by more than `MARGIN`
+saturate.
 """
 
 from __future__ import annotations
@@ -42,7 +38,6 @@ mean KL divergence of the next token's distribution from that of an exact cache 
 
 
 def convert_kv_scales(model: Transformer, factor: float) -> None:
-    """Multiplies the scales of every layer of a loaded model."""
     for parameter in _parameters(model) if factor != 1.0 else ():
         parameter.set_value(parameter.get_value() * np.float32(factor))
 
@@ -50,13 +45,9 @@ def convert_kv_scales(model: Transformer, factor: float) -> None:
 def calibrate_kv_scales(
     model: Transformer, parallel: TensorParallel, mesh: Mesh, *, dtype: jnp.dtype, page_size: int
 ) -> None:
-    """Calibrates the scales of every layer of a loaded model with an int8 cache.
-
-    The model is arranged for serving; `dtype` is that of its activations. With several devices or nodes, one program
-    computes the scales of a KV head on its device, so nothing has to be exchanged.
-
-    **Raises:** `ConfigError` naming the layers whose keys or values are not finite.
-    """
+    """Calibrates the scales of every layer of a loaded model with an int8 cache. `dtype`: of its activations. With
+    several devices or nodes, one program computes the scales of a KV head on its device, so nothing is exchanged.
+    Raises `ConfigError` naming the layers whose keys or values are not finite."""
     program, state = calibration_program(model, mesh)
     spec, batch = calibration_inputs(parallel, dtype, page_size, mesh.devices.flat[0].platform)
     # Kernels need the mesh.
@@ -114,7 +105,7 @@ def calibration_inputs(
 
 
 def _fresh_states(length: int) -> StateRows:
-    """The state rows of `ROWS` sequences of `length` tokens each, which start without states."""
+    """The state rows of `ROWS` sequences of `length` tokens that start without states."""
     slots, tokens = 1 + np.arange(ROWS, dtype=np.int32), np.arange(ROWS * length, dtype=np.int32)
     return StateRows(
         begin=slots,
@@ -129,7 +120,7 @@ def _fresh_states(length: int) -> StateRows:
 
 
 def calibration_batch(vocab_size: int, length: int, page_size: int, num_groups: int) -> ForwardBatch:
-    """The batch of a calibration, with sequences of `length` tokens and the same page ids in all cache groups."""
+    """`ROWS` sequences of `length` tokens, with the same page ids in all cache groups."""
     tokens = calibration_tokens(vocab_size, length)
     columns = -(-length // page_size)
     page_table = 1 + np.arange(ROWS * columns, dtype=np.int32).reshape(ROWS, columns)
@@ -164,6 +155,6 @@ def _largest(kv_pages: jax.Array, page_table: jax.Array, attention: AttentionCon
 
 
 def _parameters(model: Transformer) -> list[Parameter]:
-    """The scales of every layer; none if the cache does not have 8 bits."""
+    """The scales of every layer; none if the cache is not in 8 bits."""
     attention = [layer.attention for layer in model.layers if layer.attention is not None]
     return [layer.kv_scales for layer in attention if layer.kv_scales is not None]

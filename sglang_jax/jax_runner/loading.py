@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     """A runner on the first `config.tp_size` devices of `config.device`. It chooses sizes before it reads weights, and
-    builds programs while it reads them.
-
-    **Raises:** `ConfigError` for options that the machine or the model does not support; `CheckpointError` for weights
-    that do not fit the model.
-    """
+    builds programs while it reads them. Raises as `create_runner`."""
     use_compilation_cache(config.cache_address())
     models = open_models(config, checkpoint)
     backend = JaxBackend.choose(config, models)
@@ -66,8 +62,8 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
 
 
 def _begin_building(programs: Programs, config: EngineConfig, spec: RunnerSpec) -> None:
-    """Starts to build programs while weights are read: those of the warm-up or, without one, those that a runner with
-    one row needs for its first answer. With more rows, the first programs depend on the requests."""
+    """Starts to build programs while weights are read: those of the warm-up or, without one, those of a one-row
+    runner's first answer. With more rows, the first programs depend on the requests."""
     if not config.skip_warmup:
         first_only = config.warmup is Warmup.FIRST and config.nnodes == 1
         programs.begin(programs.needed_first() if first_only else programs.builders())

@@ -26,7 +26,6 @@ class Logprobs:
 
     @classmethod
     def empty(cls, lines: int, vocab_size: int) -> Logprobs:
-        """Zeros with the shapes of `token_logprobs`."""
         alternatives = min(MAX_TOP_LOGPROBS, vocab_size)
         return cls(
             logprobs=jnp.zeros(lines, jnp.float32),
@@ -58,12 +57,11 @@ def prompt_logprobs(
     to_logprobs: Callable[[jax.Array, jax.Array, jax.Array], Logprobs],
     vocab_size: int,
 ) -> Logprobs:
-    """Logprobs of the tokens that follow each position of a step, `PROMPT_BLOCK` positions at a time. Blocks without a
-    target are not computed.
+    """Logprobs of `targets` int32 `[tokens]` (-1 for none), the tokens after each position of a step, a block of
+    `PROMPT_BLOCK` positions at a time, without blocks that have no target.
 
-    **Arguments:** `hidden` `[tokens, hidden]`, of which the first `num_tokens` count; `targets` int32 `[tokens]`, -1
-    for none; `to_logprobs` returns the logprobs of `[m, hidden]` at `[m]` targets, like `token_logprobs`. The number of
-    tokens is a multiple of `PROMPT_BLOCK`, or below it.
+    `hidden` `[tokens, hidden]`: only the first `num_tokens` count, and `tokens` is a multiple of `PROMPT_BLOCK` or
+    below it. `to_logprobs` returns the logprobs of `[m, hidden]` at `[m]` targets, like `token_logprobs`.
     """
     tokens = hidden.shape[0]
     block = min(PROMPT_BLOCK, tokens)

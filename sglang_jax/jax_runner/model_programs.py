@@ -35,11 +35,8 @@ def programs_of(
     mesh: Mesh,
     draft: tuple[Transformer, TensorParallel, KVCacheSpec] | None = None,
 ) -> Programs:
-    """The programs of a model, none of which is built yet.
-
-    **Arguments:** `model`: shapes, in the layout of loading. It is changed to the layout of computing, so load weights
-    into another model of the same config. `draft`: the same for a draft model.
-    """
+    """The programs of a model, none of which is built yet. `model`, and that of `draft`: shapes, which are changed from
+    the layout of loading to that of computing, so load weights into another model of the same config."""
     functions, placed = _placed(model, parallel, mesh)
     kv, draft_model, table = cache.memory(mesh), None, TableLayout.of(spec)
     if draft is not None:
@@ -48,7 +45,7 @@ def programs_of(
         windows = tuple(pool.window for pool in spec.pools if pool.draft)
         draft_model = DraftModel(own_functions, table.draft, len(own_placed), own_parallel.config.num_layers, windows)
         placed, kv = [*placed, *own_placed], (*kv, *own_cache.memory(mesh))
-    rows = whole(jax.eval_shape(partial(empty_rows, spec, None, drafted=draft is not None)), mesh)
+    rows = replicated_shapes(jax.eval_shape(partial(empty_rows, spec, None, drafted=draft is not None)), mesh)
     return Programs(
         functions,
         placed,
@@ -65,7 +62,8 @@ def programs_of(
 def _placed(
     model: Transformer, parallel: TensorParallel, mesh: Mesh
 ) -> tuple[ModelFunctions, list[jax.ShapeDtypeStruct]]:
-    """A model in the layout of computing: its functions, and the shapes of its weights with their shardings."""
+    """Changes a model to the layout of computing. Returns its functions, and the shapes of its weights with their
+    shardings."""
     model.repack(parallel.size)
     functions, weights = split_model(model)
     return functions, [
@@ -92,12 +90,10 @@ def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
 
 
 def parameters(model: Transformer) -> list[Parameter]:
-    """The model's parameters, in the order of the weights of `split_model`."""
     return jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, Parameter))
 
 
-def whole(arrays: T, mesh: Mesh) -> T:
-    """The shapes of arrays, replicated on every device."""
+def replicated_shapes(arrays: T, mesh: Mesh) -> T:
     everywhere = NamedSharding(mesh, PartitionSpec())
     shape = partial(jax.ShapeDtypeStruct, sharding=everywhere)
     return cast(T, jax.tree.map(lambda array: shape(array.shape, array.dtype), arrays))

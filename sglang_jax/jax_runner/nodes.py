@@ -1,8 +1,6 @@
-"""Runs one model on several nodes with JAX: every process runs the same programs on its devices.
-
-Node 0 has the scheduler. The others receive its plans (see `runner.remote_group`) and run them, too. If a node is gone,
-the others wait in a collective that only ends with the process, so they exit.
-"""
+"""Runs one model on several nodes with JAX: every process runs the same programs on its devices. Node 0 has the
+scheduler, and sends its plans to the others (see `runner.remote_group`). If a node is gone, the others wait in a
+collective that only ends with the process, so they exit."""
 
 from __future__ import annotations
 
@@ -51,10 +49,8 @@ class NodeGroupRunner(GroupRunner):
 
 
 def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunner:
-    """The runner of node 0, over the devices of all nodes.
-
-    **Raises:** `ConfigError`, `CheckpointError` as for one node; `ConfigError` if the others do not join.
-    """
+    """The runner of node 0, over the devices of all nodes. Raises `ConfigError` and `CheckpointError` as for one node,
+    and `ConfigError` if the others do not join."""
     secret = config.group_secret()
     if not secret:
         logger.warning(
@@ -63,11 +59,11 @@ def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunne
             "the same --group-secret-file, unless the network is private"
         )
     meeting = _claim_meeting_address(config)
-    listener = FollowerListener(_plain(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)
+    listener = FollowerListener(_without_brackets(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)
     meet(config, listener.host)
-    _agree(listener.port)
+    _broadcast_port(listener.port)
     followers = RemoteFollowers(listener, config.nnodes - 1, _SECONDS_TO_CONNECT, _leave_the_process)
-    with _telling(followers.give_up):
+    with _reporting_failure(followers.give_up):
         return NodeGroupRunner(load_rank(config, checkpoint), followers, meeting)
 
 
@@ -83,25 +79,23 @@ def _claim_meeting_address(config: EngineConfig) -> socket.socket | None:
 
 
 def follow_node(config: EngineConfig) -> None:
-    """Runs the plans of node 0 until that ends. The process exits with status 1 if node 0 is lost.
-
-    **Raises:** `ConfigError`, `CheckpointError`.
-    """
+    """Runs the plans of node 0 until that ends. The process exits with status 1 if node 0 is lost. Raises
+    `ConfigError`, `CheckpointError`."""
     secret = config.group_secret()
     checkpoint = open_checkpoint(
         config.model_path, config.load_format, seed=config.random_seed, revision=config.revision
     )
     meet(config)
-    host = _plain(_address(config)[0])
-    link = LeaderLink((host, _agree(0)), secret, config.node_rank, _leave_the_process)
-    with _telling(link.give_up):
+    host = _without_brackets(_address(config)[0])
+    link = LeaderLink((host, _broadcast_port(0)), secret, config.node_rank, _leave_the_process)
+    with _reporting_failure(link.give_up):
         follow(load_rank(config, checkpoint), link.next_order, link.progress)
     link.close()
     jax.distributed.shutdown()
 
 
 @contextmanager
-def _telling(give_up: Callable[[str], None]) -> Iterator[None]:
+def _reporting_failure(give_up: Callable[[str], None]) -> Iterator[None]:
     """Notifies the other nodes if this one fails within the context, since they wait for it in collectives."""
     try:
         yield
@@ -111,10 +105,8 @@ def _telling(give_up: Callable[[str], None]) -> Iterator[None]:
 
 
 def meet(config: EngineConfig, listen_on: str | None = None) -> None:
-    """Joins the group of nodes when all are there. `listen_on`: the address at which node 0 listens.
-
-    **Raises:** `ConfigError` for options that do not fit together, or if they do not meet.
-    """
+    """Joins the group of nodes when all are there. `listen_on`: the address at which node 0 listens. Raises
+    `ConfigError` for options that do not fit together, or if the nodes do not meet."""
     host, port = _address(config)
     if config.node_rank >= config.nnodes:
         raise ConfigError(f"node_rank ({config.node_rank}) must be below nnodes ({config.nnodes})")
@@ -146,7 +138,7 @@ def _address(config: EngineConfig) -> tuple[str, int]:
     return host, int(port)
 
 
-def _plain(host: str) -> str:
+def _without_brackets(host: str) -> str:
     """A host without the brackets that an IPv6 address has before a port."""
     return host.removeprefix("[").removesuffix("]")
 
@@ -155,7 +147,7 @@ def _with_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _agree(port: int) -> int:
+def _broadcast_port(port: int) -> int:
     """Node 0's `port`, on every node. It must not be secret, since anyone may ask the coordinator for it."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(port)))
 

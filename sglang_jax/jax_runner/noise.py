@@ -13,11 +13,9 @@ _PARITY = np.uint32(0x1BD11BDA)
 def threefry_2x32(
     key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
-
-    Implemented here, since `jax.random` puts the rounds into a loop on the CPU and derives a key per row first. All
-    four arguments are uint32 and broadcast together.
-    """
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), of uint32 that
+    broadcast together. Not that of `jax.random`, which puts the rounds into a loop on the CPU and first derives a key
+    per row."""
     keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
     left, right = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):
@@ -30,13 +28,11 @@ def threefry_2x32(
 
 
 def gumbel_noise(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Standard Gumbel variates, float32 `[rows, m]`.
+    """Standard Gumbel variates, float32 `[rows, m]`. The key is the request's seed, and the counter is (position, token
+    id), so a row's noise depends neither on other rows nor on its place in the batch.
 
-    The key is the request's seed and the counter is (position, token id), so a row's noise is batch-invariant: it
-    depends neither on other rows nor on its place in the batch.
-
-    **Arguments:** `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`; `tokens` int32
-    `[rows, m]`, or `[1, m]` for the same tokens of each row.
+    `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`; `tokens` int32 `[rows, m]`, or `[1, m]` for
+    all.
     """
     shape = (positions.shape[0], tokens.shape[1])
     token_ids = jnp.broadcast_to(tokens.astype(jnp.uint32), shape)

@@ -1,11 +1,9 @@
 """Orbax checkpoints: weights in the model's layout, which are restored straight to the devices that use them.
 
 A folder has `weights/` (Orbax), `sglang_jax_orbax.json` (format version, scales of keys and values, encodings of 8-bit
-matrices), and the tokenizer and config files of the source checkpoint. Weights are the same for all platforms; layouts
-of one platform (a separate head for tied embeddings) are created after restoring.
-
-The stored parameters and shapes follow from the manifest of the checkpoint's config, whatever model they are restored
-to: a model over more devices has copies of KV heads, and a longer vocabulary.
+matrices), and the tokenizer and config files of the source checkpoint. What is stored, and in which shapes, follows
+from the manifest of the checkpoint's config, and does not depend on platform or devices: copies of KV heads, padding of
+the vocabulary and a separate head for tied embeddings are created after restoring.
 """
 
 from __future__ import annotations
@@ -55,10 +53,8 @@ def save_orbax(
     encodings: Mapping[ParameterName, Encoding] | None = None,
 ) -> None:
     """Writes a model's weights to `folder`, which may exist, and copies `files` there. `kv_scales`: the checkpoint's
-    scales of keys and values (see `kv_scales_to_json`); `encodings`: of matrices that the model has in 8 bits.
-
-    **Raises:** `CheckpointError` if the folder already has Orbax weights.
-    """
+    (see `kv_scales_to_json`); `encodings`: of matrices in 8 bits. Raises `CheckpointError` if the folder has Orbax
+    weights."""
     folder = folder.absolute()
     weights = folder / _WEIGHTS
     if weights.exists():
@@ -93,13 +89,11 @@ def _check_version(folder: Path) -> None:
 def restore_orbax(
     folder: Path, model: Transformer, config: ModelConfig, mesh: Mesh, remote: RemoteFolder | None = None
 ) -> None:
-    """Loads every parameter of `model`, in the model's dtype, sharded over `mesh` by its axes.
+    """Loads every parameter of `model`, in the model's dtype, sharded over `mesh` by its axes. Each device reads its
+    shard; the host has no whole tensor.
 
-    Each device reads its shard; the host has no whole tensor. `config`: of the checkpoint; copies of KV heads and a
-    padded vocabulary are created on the devices. `remote`: the bucket of the weights, if there is one; `folder` then
-    has a copy of the marker.
-
-    **Raises:** `CheckpointError` for a marker that is unreadable or of another version, and for missing, extra or
+    `config`: of the checkpoint. `remote`: the bucket of the weights, if there is one; `folder` then has a copy of the
+    marker. Raises `CheckpointError` for a marker that is unreadable or of another version, and for missing, extra or
     misshapen tensors, which it names.
     """
     weights = epath.Path(folder.absolute() if remote is None else remote.address) / _WEIGHTS
@@ -142,8 +136,8 @@ class _Stored:
 
 
 def _stored(model: Transformer, config: ModelConfig) -> list[_Stored]:
-    """All parameters in the manifest of `config`, with tied embeddings once, and without optional ones, which are in
-    the marker. `model` may be sharded differently."""
+    """All parameters in the manifest of `config`: tied embeddings once, and without optional ones, which are in the
+    marker. `model` may be sharded differently."""
     manifest = manifest_of(config)
     return [
         _Stored(
@@ -175,7 +169,6 @@ def _to_restore(stored: _Stored, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def _built(found: jax.Array, stored: _Stored, mesh: Mesh) -> jax.Array:
-    """The model's value of a stored parameter."""
     parameter = stored.parameter
     if stored.channels:
         order, axis = np.array(stored.channels), parameter.axes.index(Axis.CHANNELS)
@@ -186,8 +179,7 @@ def _built(found: jax.Array, stored: _Stored, mesh: Mesh) -> jax.Array:
     axis = parameter.axes.index(Axis.KV_HEADS)
     copies = parameter.shape[axis] // stored.kv_heads
 
-    def copy_alone(found: jax.Array) -> jax.Array:
-        """Copies the weights of norms over all KV heads."""
+    def copy_norms(found: jax.Array) -> jax.Array:
         return jnp.repeat(found, copies, axis=axis)
 
     def copy_heads(fused: jax.Array) -> jax.Array:
@@ -196,7 +188,7 @@ def _built(found: jax.Array, stored: _Stored, mesh: Mesh) -> jax.Array:
         queries = fused[..., :group, :].reshape(*fused.shape[:axis], -1, group // copies, fused.shape[-1])
         return jnp.concatenate([queries, jnp.repeat(fused[..., group:, :], copies, axis=axis)], axis=axis + 1)
 
-    copy = copy_heads if Axis.HEAD_PART in parameter.axes else copy_alone
+    copy = copy_heads if Axis.HEAD_PART in parameter.axes else copy_norms
     return jax.jit(copy, out_shardings=named_sharding(mesh, parameter.axes))(found)
 
 

@@ -1,4 +1,4 @@
-"""Packs a plan's integers into one int32 array, so that a step needs one transfer, and unpacks it on the device."""
+"""Packs a plan's integers into one int32 array, so that a step needs one transfer; unpacks it on the device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ SAMPLES, LENGTH_ON_DEVICE, DRAFT_NUMBER = 1, 2, 4
 class StepInputs:
     """A plan in the shape of its bucket (T tokens, R rows, D deltas), on the device.
 
-    - `num_decode`, `num_tokens`: scalars, without padding.
-    - `top_logprobs`, `prompt_top_logprobs`: scalars, as in the plan.
+    - `num_decode`, `num_tokens`: scalars, without padding. `top_logprobs`, `prompt_top_logprobs`: as in the plan.
     - `rows`, `kv_lens`, `flags`: `[R]`; padding has the dump row, length 0 and no flags.
     - `query_starts`: `[R + 1]`; padding repeats the number of tokens.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
@@ -56,8 +55,7 @@ _SCALARS = 4
 
 
 class StepLayout:
-    """The places of the fields of `StepInputs` in the packed array of a bucket, int32 `[size]`. `states`: whether the
-    model keeps states."""
+    """The places of the fields of `StepInputs` in a bucket's packed array. `states`: whether the model keeps states."""
 
     def __init__(self, bucket: Bucket, dump_row: int, *, states: bool = False) -> None:
         rows, deltas = bucket.rows, bucket.deltas
@@ -71,13 +69,12 @@ class StepLayout:
         self._slices = [slice(start, end) for start, end in pairwise(ends)]
 
     def unpack(self, packed: jax.Array) -> StepInputs:
-        """The fields of a packed array, on the device."""
         return StepInputs(packed[0], packed[1], packed[2], packed[3], *(packed[part] for part in self._slices))
 
     def pack(self, plan: StepPlan, deltas: PageDeltas, draft_numbers: Int32 | None = None) -> Int32:
-        """Packs a plan that fits the bucket. `deltas`: the page deltas that the program applies; `draft_numbers`: as in
-        `FlatPlan`. For a plan with masked sequences, no sequence samples: the second part of the step does that.
-        """
+        """Packs a plan that fits the bucket, as int32 `[size]`. `deltas`: the page deltas that the program applies;
+        `draft_numbers`: as in `FlatPlan`. In a plan with masked sequences, none samples: the second part of the step
+        does that."""
         packed = np.zeros(self.size, np.int32)
         one_part = plan.masked is None
         top_logprobs = plan.top_logprobs if one_part else NO_LOGPROBS
@@ -109,11 +106,8 @@ class StepLayout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampleInputs:
-    """The inputs of the second part of a step, on the device.
-
-    - `top_logprobs`: scalar, as in the plan; `rows`, `kv_lens`, `flags`: as in `StepInputs`.
-    - `masks`: int32 `[R, words]`, see `TokenMasks`; those of other sequences allow all tokens.
-    """
+    """The inputs of the second part of a step, on the device: fields as in `StepInputs`, and `masks` int32 `[R, words]`
+    (see `TokenMasks`), which allow all tokens for sequences without a mask."""
 
     top_logprobs: jax.Array
     rows: jax.Array
@@ -123,7 +117,7 @@ class SampleInputs:
 
 
 class SampleLayout:
-    """The places of the fields of `SampleInputs` in the packed array for a number of rows, int32 `[size]`."""
+    """The places of the fields of `SampleInputs` in the packed array for a number of rows."""
 
     def __init__(self, rows: int, words: int, dump_row: int) -> None:
         self._rows = rows
@@ -132,13 +126,12 @@ class SampleLayout:
         self.size = 1 + rows * (3 + words)
 
     def unpack(self, packed: jax.Array) -> SampleInputs:
-        """The fields of a packed array, on the device."""
         rows, kv_lens, flags = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
         return SampleInputs(packed[0], rows, kv_lens, flags, packed[1 + 3 * self._rows :].reshape(-1, self._words))
 
     def pack(self, plan: StepPlan, masks: TokenMasks, draft_numbers: Int32 | None = None) -> Int32:
-        """Packs a plan with at most this number of rows, and the masks of its masked sequences. `draft_numbers`: as in
-        `FlatPlan`."""
+        """Packs a plan with at most this number of rows, and the masks of its masked sequences, as int32 `[size]`.
+        `draft_numbers`: as in `FlatPlan`."""
         packed = np.zeros(self.size, np.int32)
         packed[0] = plan.top_logprobs
         count = len(plan.rows)
@@ -153,7 +146,6 @@ class SampleLayout:
 
 
 def _flags(plan: StepPlan, samples: Bool | None, draft_numbers: Int32 | None) -> Int32:
-    """Flags of a plan's sequences, of which `samples` sample (None: none does)."""
     flags = np.zeros(len(plan.rows), np.int32)
     if samples is not None:
         flags += SAMPLES * samples

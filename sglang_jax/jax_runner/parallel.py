@@ -9,14 +9,10 @@ from sglang_jax.architectures.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """A model over `size` devices.
-
-    - `config`: the model as it is built. A layer with fewer KV heads than devices gets a KV head per device, with
-      neighbours that copy the same head of the checkpoint; each serves the query heads of its device. The same holds
-      for inputs that heads of a recurrent layer share (see `LayerPart.sharded`). The vocabulary is padded to a multiple
-      of the number of devices.
-    - `vocab_size`: of the checkpoint.
-    """
+    """A model over `size` devices. `config`: the model as it is built. A layer with fewer KV heads than devices gets a
+    KV head per device, with neighbours that copy the same head of the checkpoint; each serves the query heads of its
+    device. So do inputs that heads of a recurrent layer share (see `LayerPart.sharded`). The vocabulary is padded to a
+    multiple of the number of devices; `vocab_size` is that of the checkpoint."""
 
     config: ModelConfig
     size: int
@@ -24,10 +20,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, config: ModelConfig, size: int) -> TensorParallel:
-        """Shards a checkpoint's model over `size` devices.
-
-        **Raises:** `ConfigError` if that is not possible.
-        """
+        """Shards a checkpoint's model over `size` devices. Raises `ConfigError` if that is not possible."""
         vocabulary = -(-config.vocab_size // size) * size
         built = replace(config.with_layers(lambda layer: layer.sharded(size)), vocab_size=vocabulary)
         return cls(built, size, config.vocab_size)

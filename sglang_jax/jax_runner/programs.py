@@ -54,16 +54,13 @@ _PROMPT_OF_A_SHORT_ANSWER = 64
 
 
 class Programs:
-    """Builds each program at its first use, or before that on other threads: see `Builds`.
-
-    `weights` and `state` may be shapes with shardings, so that programs can be built while weights are read.
+    """Builds each program at its first use, or before that on other threads: see `Builds`. `weights` and `state` may be
+    shapes with shardings, so that programs can be built while weights are read; with `draft`, they are those of both
+    models. `max_drafts`: of a row in a step.
 
     Programs are called as compiled executables, without tracing or looking up shapes. Each takes the state that it
     changes donated (KV pages are written in place) and returns it. Numpy arguments are read while the program runs, so
     they must not change afterwards.
-
-    `max_drafts`: maximum drafts of a row in a step. `draft`: the draft model or None; weights and state are then
-    those of both models.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class Programs:
         max_drafts: int = 0,
         draft: DraftModel | None = None,
     ) -> None:
-        self._model = model if draft is None else draft.beside(model)
+        self._model = model if draft is None else draft.combined_with(model)
         self.draft = draft
         self._weight_shapes = jax.tree.map(_shape_of, weights)
         self._state_shapes = jax.tree.map(_shape_of, state)
@@ -108,7 +105,7 @@ class Programs:
     def step(
         self, bucket: Bucket, weights: Weights, state: DeviceState, packed: Int32
     ) -> tuple[DeviceState, DeviceOutputs]:
-        """Runs one step. `packed`: in the bucket's layout."""
+        """Runs one step; `packed` is in the bucket's layout."""
         return self.builds.get(str(bucket), lambda: self._build_step(bucket))(weights, state, packed)
 
     def sample(
@@ -152,7 +149,6 @@ class Programs:
         return self.draft
 
     def _parts(self, state: DeviceState) -> tuple[DraftState, RowState]:
-        """The parts of the state, or of its shapes, that the draft model's programs change, and that they read."""
         assert state.known is not None
         assert state.drafted is not None
         _, kv = self._draft_model.split(state.kv)
@@ -199,7 +195,6 @@ class Programs:
         self.builds.begin({name: builders[name] for name in names})
 
     def abandon(self) -> None:
-        """Cancels started builds that do not run yet."""
         self.builds.abandon()
 
     def of_short_answers(self) -> list[str]:
@@ -224,8 +219,8 @@ class Programs:
         self.builds.build({name: builders[name] for name in names}, progress)
 
     def build_others(self, around: Around) -> None:
-        """Builds all other programs in the background, small ones first; see `Builds`. Until then, larger programs are
-        used instead."""
+        """Builds all other programs in the background, small ones first. Until then, larger programs are used
+        instead."""
         pairs = zip_longest(self.buckets.mixed, self.buckets.decode)
         steps = [bucket for pair in pairs for bucket in pair if bucket is not None]
         names = [name for bucket in steps for name in (str(bucket), f"sample {bucket.rows} rows")]
@@ -233,8 +228,8 @@ class Programs:
         self.builds.build_in_background({name: builders[name] for name in dict.fromkeys([*names, *builders])}, around)
 
     def pick(self, num_tokens: int, num_rows: int, num_decode: int, *, masked: bool = False) -> Bucket:
-        """`Buckets.pick`, preferring built programs during background builds. `masked`: whether the step needs a second
-        part, too."""
+        """`Buckets.pick`, preferring built programs during background builds. `masked`: if the step has a second
+        part."""
         usable = None if self.builds.complete else partial(self._is_built, masked)
         return self.buckets.pick(num_tokens, num_rows, num_decode, usable)
 
@@ -285,7 +280,6 @@ class Programs:
         return lowered.compile(compiler_options=self._options(bucket.decode_only))
 
     def _options(self, decode_only: bool) -> dict[str, str]:
-        """Compiler options for a step or a part of one."""
         device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
         return options_of_step(device.platform, device.device_kind, decode_only)
 
@@ -310,10 +304,10 @@ class Programs:
         reads."""
         if self._mesh is None:
             return None
-        whole = self._whole()
-        return DeviceOutputs(whole, whole, whole, logits_sharding(self._mesh))  # type: ignore[arg-type]
+        replicated = self._replicated()
+        return DeviceOutputs(replicated, replicated, replicated, logits_sharding(self._mesh))  # type: ignore[arg-type]
 
-    def _whole(self) -> NamedSharding | None:
+    def _replicated(self) -> NamedSharding | None:
         return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
 
     def _build_sample(self, rows: int) -> Executable:
@@ -321,17 +315,16 @@ class Programs:
         sample = jax.jit(
             make_sample(layout, self._mesh, self._max_drafts),
             donate_argnums=0,
-            out_shardings=(SampledState.of(self._placement), self._whole()),
+            out_shardings=(SampledState.of(self._placement), self._replicated()),
         )
         shapes = SampledState.of(self._state_shapes)
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            tokens = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=self._whole())
+            tokens = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=self._replicated())
             lowered = sample.lower(shapes, self._logits_shape(rows), tokens, _integers(layout.size))
         return lowered.compile(compiler_options=self._options(decode_only=True))
 
     def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
-        """The shape of the logits of a step with `rows` rows, for its second part. Their width is known after building
-        a step."""
+        """The shape of the logits of a step with `rows` rows. Their width is known after building a step."""
         if self._logits_columns is None:
             smallest = self.buckets.decode[0]
             self.builds.get(str(smallest), partial(self._build_step, smallest))

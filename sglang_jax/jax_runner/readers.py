@@ -1,11 +1,9 @@
 """Reads a step's logits, for sampling and logprobs, on one device or several.
 
 With several devices, the head and its logits are sharded by the vocabulary. Operations that pass over the vocabulary
-many times would need a sum over devices per pass, so each device gets some lines whole for these. A greedy step only
-needs each device's largest logit of each line.
-
-All of this is explicit per device (`shard_map`). If the compiler chose the sharding, it would also shard the inputs of
-the logits by lines, up to the model's residual stream.
+many times would need a sum over devices per pass, so each device gets some lines whole for these. All of this is
+explicit per device (`shard_map`). If the compiler chose the sharding, it would also shard the inputs of the logits by
+lines, up to the model's residual stream.
 """
 
 from __future__ import annotations
@@ -74,8 +72,6 @@ def logits_sharding(mesh: Mesh) -> NamedSharding:
 
 
 class WholeLogits:
-    """The reader on one device, which has all columns."""
-
     def sample(
         self,
         logits: jax.Array,
@@ -93,8 +89,8 @@ class WholeLogits:
 
 
 class ShardedLogits:
-    """The reader on several devices, each of which has an equal share of the columns. Other arguments and all results
-    are replicated."""
+    """The reader on several devices with equal shares of the columns. Other arguments and all results are
+    replicated."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -118,7 +114,7 @@ class ShardedLogits:
             masks: Masks | None,
         ) -> jax.Array:
             own = state.select(rows)
-            asked = LineNeeds.of(own, kv_lens, active, state.vocab_size)
+            needs = LineNeeds.of(own, kv_lens, active, state.vocab_size)
             if masks is not None:
                 tokens_here = lax.axis_index(_AXIS) * columns.shape[1] + jnp.arange(columns.shape[1], dtype=jnp.int32)
                 columns = jnp.where(unpack_masks(masks.words, tokens_here), columns, -jnp.inf)
@@ -128,12 +124,12 @@ class ShardedLogits:
             def randomly() -> jax.Array:
                 lines = _Lines(columns.shape[0], self._devices)
                 small = replace(own, occurrences=own.temperature, stop_ids=own.temperature)
-                mine, asked_here, rows_here, kv_lens_here = lines.mine((small, asked, rows, kv_lens))
+                mine, needs_here, rows_here, kv_lens_here = lines.mine((small, needs, rows, kv_lens))
                 mine = replace(mine, occurrences=own.occurrences, stop_ids=own.stop_ids)
                 whole = lines.exchange(columns)[:, : state.vocab_size]
-                return lines.gather(adjust_and_sample(whole, mine, asked_here, rows_here, kv_lens_here))
+                return lines.gather(adjust_and_sample(whole, mine, needs_here, rows_here, kv_lens_here))
 
-            tokens = lax.cond(asked.anything(), randomly, lambda: greedy_tokens)
+            tokens = lax.cond(needs.anything(), randomly, lambda: greedy_tokens)
             return only_finite(tokens, finite, state.vocab_size)
 
         return self._on_each(run, 5)(logits, state, rows, kv_lens, active, masks)
@@ -147,7 +143,7 @@ class ShardedLogits:
         return self._on_each(run, 2)(logits, tokens, alternatives)
 
     def _on_each(self, run: Callable[..., T], others: int) -> Callable[..., T]:
-        """Runs `run` on each device; its first argument is the device's columns, and `others` more are replicated."""
+        """Runs `run` on each device with its columns, the first argument, and `others` more, which are replicated."""
         whole = PartitionSpec()
         specs = (PartitionSpec(None, _AXIS), *[whole] * others)
         return jax.shard_map(run, mesh=self._mesh, in_specs=specs, out_specs=whole, check_vma=False)
@@ -180,7 +176,7 @@ class _Lines:
 
 def _extremes(columns: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The largest and the smallest logit of each line over all devices, and the first token with the largest, as by
-    `first_argmax`. It exchanges three numbers per line."""
+    `first_argmax`. Exchanges three numbers per line."""
     width = columns.shape[1]
     first = lax.axis_index(_AXIS) * width
     upper = lower = columns

@@ -45,7 +45,7 @@ Update = TypeVar("Update")
 
 @dataclass(slots=True)
 class JaxStep:
-    """A launched step. JAX dispatches asynchronously, and reading an output waits for it. `second`: starts the second
+    """A launched step. JAX dispatches asynchronously, and reading an output waits for it. `second` starts the second
     part, which completes `outputs`; None without one. `max_samples`: of the runner."""
 
     flat: FlatPlan
@@ -99,11 +99,9 @@ class JaxRunner:
     """The `Runner` on one device, or on a mesh of several.
 
     A launch packs the plan into one array, calls the compiled program of the smallest bucket that the plan fits, and
-    returns. The device runs launches in order, since each takes the state that the previous one returned.
-
-    **Arguments:** `programs`: of the weights' model; `weights` and `kv`: the runner takes them over (`kv` is written in
-    place, `close` frees both); `details`: for the report; `mesh`: of weights and KV, None for JAX's default device;
-    `counted`: indices of layers that count the tokens of their experts.
+    returns. The device runs launches in order, since each takes the state that the previous one returned. The runner
+    takes over `weights` and `kv`: it writes `kv` in place, and `close` frees both. `mesh`: of these, None for JAX's
+    default device; `counted`: indices of layers that count the tokens of their experts.
     """
 
     def __init__(
@@ -176,10 +174,8 @@ class JaxRunner:
         self._programs.builds.building = building
 
     def launch(self, plan: StepPlan) -> JaxStep:
-        """Starts a step and returns without waiting for it.
-
-        **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
-        """
+        """Starts a step and returns without waiting for it. Raises `ValueError`, before anything has changed, for a
+        plan beyond the spec."""
         if self._spec.max_samples == 1:
             refuse_drafts(plan)
         if not self._programs.table.states:
@@ -214,7 +210,6 @@ class JaxRunner:
         return self._waiting
 
     def _sample(self, flat: FlatPlan, outputs: DeviceOutputs, masks: TokenMasks) -> DeviceOutputs:
-        """Runs the second part of a step."""
         packed = self._programs.sample_layouts[len(outputs.logits)].pack(flat.plan, masks, flat.draft_numbers)
         self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs, packed)
         self._settle(flat)

@@ -1,8 +1,5 @@
-"""Samples one token for each row of logits.
-
-All parameters are arrays indexed by row, so no mix of them compiles a program. Expensive parts run under a `lax.cond`
-on "some row of this batch needs it", so a greedy batch only computes a maximum over the vocabulary.
-"""
+"""Samples one token for each row of logits. All parameters are arrays indexed by row, so no mix of them compiles a
+program. Expensive parts run only if some row of the batch needs them, so a greedy batch only computes a maximum."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from sglang_jax.runner.row_updates import ONE_OUTPUT
 
 _MIN_TEMPERATURE = np.float32(1e-20)
 _LARGEST_BLOCK, _MIN_BLOCK = 256, 16
-"""Maximum and minimum tokens of a block of `first_argmax`. With fewer, there would be nearly as many blocks as
-tokens."""
+"""Maximum and minimum tokens of a block of `first_argmax`. Smaller ones would be nearly as many as the tokens."""
 
 
 def sample(
@@ -43,13 +39,9 @@ def sample(
     one are kept, too, so filters do not depend on the order of equal logits; among tokens that tie at the end, the
     lowest id wins.
 
-    **Arguments:**
-
-    - `logits`: float32 `[n, vocab]`.
-    - `state`: of all rows; `rows`: int32 `[n]`, the row of each line of logits.
+    - `logits`: float32 `[n, vocab]`; `state`: of all rows; `rows`: int32 `[n]`, the row of each line of logits.
     - `kv_lens`: int32 `[n]`, position of the token to sample, which keys the noise together with the row's seed.
     - `active`: bool `[n]`. The parameters of other lines are ignored, and their tokens are arbitrary.
-    - `masked`: the tokens that may be sampled; None for all.
     """
     if masked is None:
         finite = are_finite(largest_logit(logits), jnp.min(logits, axis=-1))
@@ -57,30 +49,26 @@ def sample(
         finite = masked.finite
         logits = jnp.where(masked.allowed, logits, -jnp.inf)
     own = state.select(rows)
-    asked = LineNeeds.of(own, kv_lens, active, logits.shape[1])
+    needs = LineNeeds.of(own, kv_lens, active, logits.shape[1])
     # One condition around all the rest, since operations that may change logits copy them first, needed or not.
     tokens = lax.cond(
-        asked.anything(),
-        lambda: adjust_and_sample(logits, own, asked, rows, kv_lens),
+        needs.anything(),
+        lambda: adjust_and_sample(logits, own, needs, rows, kv_lens),
         lambda: first_argmax(logits),
     )
     return only_finite(tokens, finite, logits.shape[1])
 
 
 class LineMasks(NamedTuple):
-    """Masks for the second part of a step.
-
-    - `allowed`: bool `[n, vocab]`, tokens that may be sampled, at least one per active line.
-    - `finite`: bool `[n]`, whether all logits of a line are finite, which the first part has checked.
-    """
+    """Masks for the second part of a step: the tokens that may be sampled, bool `[n, vocab]`, at least one per active
+    line; and whether all logits of a line are finite, bool `[n]`, which the first part has checked."""
 
     allowed: jax.Array
     finite: jax.Array
 
 
 def largest_logit(logits: jax.Array) -> jax.Array:
-    """The largest logit of each line `[n, vocab]`, infinity if one is NaN, since reductions drop NaN on some
-    platforms."""
+    """The largest logit of each line `[n, vocab]`; infinity if one is NaN, which reductions drop on some platforms."""
     return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
 
@@ -90,7 +78,6 @@ def are_finite(largest: jax.Array, least: jax.Array) -> jax.Array:
 
 
 def only_finite(tokens: jax.Array, finite: jax.Array, vocab_size: int) -> jax.Array:
-    """Tokens `[n]`, with `INVALID_TOKEN` for lines whose logits are not finite."""
     # A token beyond the vocabulary: finite logits overflowed under a bias or a penalty.
     return jnp.where(finite & (tokens < vocab_size), tokens, INVALID_TOKEN)
 
@@ -119,26 +106,26 @@ class LineNeeds(NamedTuple):
 
 
 def adjust_and_sample(
-    logits: jax.Array, own: SamplingState, asked: LineNeeds, rows: jax.Array, kv_lens: jax.Array
+    logits: jax.Array, own: SamplingState, needs: LineNeeds, rows: jax.Array, kv_lens: jax.Array
 ) -> jax.Array:
     """`sample` for lines of which some need an operation: int32 `[n]`, at least the vocabulary size if no token has the
     largest logit."""
-    logits = _add_bias(logits, own, asked.biased)
-    logits = _mask_stop_ids(logits, own, rows, asked.masked)
-    logits = _penalise(logits, own, rows, asked.penalised)
+    logits = _add_bias(logits, own, needs.biased)
+    logits = _mask_stop_ids(logits, own, rows, needs.masked)
+    logits = _penalise(logits, own, rows, needs.penalised)
     # Several reductions read it: without the barrier, each would recompute the whole chain.
     logits = lax.optimization_barrier(logits)
     greedy_tokens = first_argmax(logits)
     return lax.cond(
-        jnp.any(asked.random),
-        lambda: jnp.where(asked.random, _gumbel_argmax(logits, own, kv_lens, asked.random), greedy_tokens),
+        jnp.any(needs.random),
+        lambda: jnp.where(needs.random, _gumbel_argmax(logits, own, kv_lens, needs.random), greedy_tokens),
         lambda: greedy_tokens,
     )
 
 
 def first_argmax(values: jax.Array) -> jax.Array:
-    """Index of the largest value of each row `[n, vocab]`, the lowest one of equal values: int32 `[n]`. For a row with
-    a NaN, an index outside the vocabulary."""
+    """Index of the largest value of each row `[n, vocab]`, the lowest one of equal values: int32 `[n]`. Outside the
+    vocabulary for a row with a NaN."""
     return lax.platform_dependent(values, cpu=_first_argmax_by_blocks, default=_first_argmax)
 
 
@@ -150,12 +137,9 @@ def _first_argmax(values: jax.Array) -> jax.Array:
 
 
 def _first_argmax_by_blocks(values: jax.Array) -> jax.Array:
-    """`first_argmax` that reads the values once; for a second reduction, XLA's CPU backend would write its operands to
-    memory first.
-
-    It finds each block's largest value, the first block with the row's largest, and the place in that block. If no
-    block size divides the vocabulary, it uses the plain reductions.
-    """
+    """`first_argmax` that reads the values once: it finds each block's largest value, the first block with the row's
+    largest, and the place in that block. For a second reduction, XLA's CPU backend would write its operands to memory
+    first. If no block size divides the vocabulary, it uses the plain reductions."""
     rows, vocab_size = values.shape
     block_size = math.gcd(vocab_size, _LARGEST_BLOCK)
     if block_size < _MIN_BLOCK:
@@ -167,7 +151,6 @@ def _first_argmax_by_blocks(values: jax.Array) -> jax.Array:
 
 
 def _when(predicate: jax.Array, change: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
-    """`change(values)` if the scalar `predicate` holds, else `values`."""
     return lax.cond(predicate, change, lambda unchanged: unchanged, values)
 
 

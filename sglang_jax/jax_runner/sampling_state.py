@@ -1,4 +1,4 @@
-"""The sampler's parameters and counts of each row: arrays on the device, replaced row by row."""
+"""The sampler's parameters and counts of each row: device arrays, replaced row by row."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class SamplingState:
 
     - `top_k`: int32, the vocabulary size if all tokens are kept.
     - `bias_ids`, `stop_ids`: unused entries are the vocabulary size, which scatters drop.
-    - `seed_low`, `seed_high`: uint32, the words of the seed. They are separate, since a TPU would copy an array
-      `[rows, 2]` to another layout in each step, to read some of its rows.
+    - `seed_low`, `seed_high`: uint32, the words of the seed. In each step, a TPU would copy an array `[rows, 2]` to
+      another layout before it reads some of its rows.
     - `occurrences`: int32 `[rows, vocab]`, twice the token's count in the output, plus one if the prompt contains it.
       Only up to date for rows with a penalty.
     """
@@ -115,5 +115,4 @@ def apply_row_updates(state: SamplingState, packed: jax.Array) -> SamplingState:
 
 
 def set_occurrences(state: SamplingState, row: jax.Array, occurrences: jax.Array) -> SamplingState:
-    """Replaces the counts of row `row` (int32 scalar)."""
     return replace(state, occurrences=state.occurrences.at[row].set(occurrences))

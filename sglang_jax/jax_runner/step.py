@@ -33,11 +33,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelFunctions:
-    """A model as pure functions of its weights.
-
-    - `forward(weights, batch, kv) -> (hidden [T, hidden], kv)`.
-    - `logits(weights, hidden [m, hidden]) -> float32 [m, columns]`; columns past the vocabulary are padding.
-    """
+    """A model as functions `forward(weights, batch, kv) -> (hidden [T, hidden], kv)` and `logits(weights, hidden [m,
+    hidden]) -> float32 [m, columns]`, whose columns past the vocabulary are padding."""
 
     forward: Callable[[Weights, ForwardBatch, KVCaches], tuple[jax.Array, KVCaches]]
     logits: Callable[[Weights, jax.Array], jax.Array]
@@ -46,15 +43,13 @@ class ModelFunctions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
-    """The state that steps change. A program takes the parts that it changes donated, and returns them.
-
-    There is one more row than the runner offers, the dump row, to which padding writes.
+    """The state that steps change. A program takes the parts that it changes donated, and returns them. There is one
+    more row than the runner offers, the dump row, to which padding writes.
 
     - `kv`: KV pages or states of every layer.
     - `page_table`: int32 `[rows + 1, columns]`, for all cache groups (see `TableLayout`); the dump row has page 0 only.
     - `last_tokens`: int32 `[rows + 1]`, the last sample of each row.
-    - `known`: the rows' texts, if steps have drafts.
-    - `drafted`: the drafts of a draft model, if there is one.
+    - `known`: the rows' texts, if steps have drafts. `drafted`: the drafts of a draft model, if there is one.
     """
 
     kv: KVCaches
@@ -80,7 +75,6 @@ class SampledState:
         return cls(state.last_tokens, state.sampling, state.known, state.drafted)
 
     def inputs_of(self, flags: jax.Array, rows: jax.Array, kv_lens: jax.Array) -> Sequences:
-        """The tokens and lengths of a step's sequences `[R]`."""
         last_tokens = self.last_tokens[rows]
         if self.known is None:
             return Sequences(flags > 0, kv_lens, last_tokens, None)
@@ -90,34 +84,31 @@ class SampledState:
         self, sequences: Sequences, rows: jax.Array, tokens: jax.Array, max_drafts: int
     ) -> tuple[SampledState, jax.Array]:
         """The state after the sequences of a step have sampled `tokens` `[R]`; and the tokens for the host."""
-        samples, told, last = sequences.samples, tokens, sequences.samples
+        samples, for_host, last = sequences.samples, tokens, sequences.samples
         known, drafted = self.known, self.drafted
         if known is not None and sequences.draft_numbers is not None:
             kept, last = kept_samples(sequences.draft_numbers, sequences.own, tokens, max_drafts)
-            told = jnp.where(kept | ~samples, tokens, REJECTED)
+            for_host = jnp.where(kept | ~samples, tokens, REJECTED)
             samples, last = samples & kept, samples & last
             known = known.append(rows, sequences.kv_lens, tokens, samples)
             known = known.set_accepted(rows, sequences.draft_numbers, last)
             drafted = None if drafted is None else drafted.up_to(known)
         sampled = samples & (tokens != INVALID_TOKEN) & self.sampling.penalised[rows]
         state = SampledState(
-            last_tokens=_remember(self.last_tokens, rows, tokens, last, known is not None),
+            last_tokens=_set_last_tokens(self.last_tokens, rows, tokens, last, known is not None),
             sampling=self.sampling.count(rows, tokens, sampled),
             known=known,
             drafted=drafted,
         )
-        return state, told
+        return state, for_host
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceOutputs:
-    """The outputs of a step: `tokens` int32 `[R]`, and logprobs of these and of prompt tokens (`[R]` and `[T]`).
-
-    A token sampled after a rejected draft is `REJECTED`. Logprobs are zeros if the plan asks for none;
-    `prompt_logprobs` is None in a decode program. `logits`: `[R, columns]`, after the last query of each sequence,
-    from which the second part of a step samples.
-    """
+    """The outputs of a step: `tokens` int32 `[R]`, `REJECTED` after a rejected draft, and logprobs of these and of
+    prompt tokens (`[R]` and `[T]`), zeros if the plan asks for none; `prompt_logprobs` is None in a decode program.
+    `logits`: `[R, columns]`, after the last query of each sequence, from which the second part of a step samples."""
 
     tokens: jax.Array
     logprobs: Logprobs
@@ -143,7 +134,6 @@ def empty_rows(spec: RunnerSpec, placement: NamedSharding | None, *, drafted: bo
 
 
 def apply_deltas(page_table: jax.Array, rows: jax.Array, columns: jax.Array, pages: jax.Array) -> jax.Array:
-    """Overwrites entries of the page table."""
     return page_table.at[rows, columns].set(pages)
 
 
@@ -236,17 +226,15 @@ def make_step(
     table: TableLayout = ONE_GROUP,
     max_drafts: int = 0,
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, DeviceOutputs]]:
-    """The step of one bucket as a function of (weights, state, packed plan); donate the state.
-
-    `mesh`: over which weights and KV are sharded; None for one device. `table`: of the model's cache groups.
-    `max_drafts`: maximum drafts of a row, above 0 if the state has the rows' texts.
+    """The step of one bucket as a function of (weights, state, packed plan); donate the state. `max_drafts`: maximum
+    drafts of a row, above 0 if the state has the rows' texts.
 
     The logits are an output for steps with a second part. For others they only cost memory, as the sampler reads them
     from there anyway.
     """
     bucket = layout.bucket
     reader = reader_over(mesh)
-    whole = on_every_device(mesh)
+    replicate = on_every_device(mesh)
 
     def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, DeviceOutputs]:
         vocab_size = state.sampling.vocab_size
@@ -254,27 +242,27 @@ def make_step(
         def to_logprobs(hidden: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:
             return reader.logprobs(model.logits(weights, hidden), tokens, alternatives, vocab_size)
 
-        inputs = whole(layout.unpack(packed))
+        inputs = replicate(layout.unpack(packed))
         page_table = apply_deltas(state.page_table, inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
         before = SampledState.of(state)
         sequences = before.inputs_of(inputs.flags, inputs.rows, inputs.kv_lens)
         inputs = replace(inputs, kv_lens=sequences.kv_lens)
         batch = build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, table, sequences.draft_numbers)
-        batch = whole(batch)
+        batch = replicate(batch)
         hidden, kv = model.forward(weights, batch, state.kv)
         before = replace(before, drafted=_computed_with(before.drafted, inputs, bucket))
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
         logits = model.logits(weights, last_hidden)
         with jax.named_scope("sample"):
             tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, sequences.samples)
-        sampled, told = before.after(sequences, inputs.rows, tokens, max_drafts)
+        sampled, for_host = before.after(sequences, inputs.rows, tokens, max_drafts)
         new_state = DeviceState(kv, page_table, sampled.last_tokens, sampled.sampling, sampled.known, sampled.drafted)
         logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)
         of_prompts = None
         if not bucket.decode_only:
             targets, alternatives = inputs.prompt_targets, inputs.prompt_top_logprobs
             of_prompts = prompt_logprobs(hidden, targets, alternatives, inputs.num_tokens, to_logprobs, vocab_size)
-        return new_state, DeviceOutputs(told, logprobs, of_prompts, logits)
+        return new_state, DeviceOutputs(for_host, logprobs, of_prompts, logits)
 
     return step
 
@@ -292,23 +280,21 @@ def make_sample(
     layout: SampleLayout, mesh: Mesh | None = None, max_drafts: int = 0
 ) -> Callable[[SampledState, jax.Array, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
     """The second part of a step with masks, as a function of (state, logits `[R, columns]`, the first part's tokens
-    `[R]`, packed plan and masks); donate the state. Returns tokens and logprobs as in `DeviceOutputs`.
-
-    The first part's tokens only show which logits are not finite.
-    """
+    `[R]`, which show the logits that are not finite, packed plan and masks); donate the state. Returns tokens and
+    logprobs as in `DeviceOutputs`."""
     reader = reader_over(mesh)
-    whole = on_every_device(mesh)
+    replicate = on_every_device(mesh)
 
     def sample(
         state: SampledState, logits: jax.Array, first: jax.Array, packed: jax.Array
     ) -> tuple[SampledState, tuple[jax.Array, Logprobs]]:
-        inputs = whole(layout.unpack(packed))
+        inputs = replicate(layout.unpack(packed))
         sequences = state.inputs_of(inputs.flags, inputs.rows, inputs.kv_lens)
         masks = Masks(inputs.masks, first != INVALID_TOKEN)
         tokens = reader.sample(logits, state.sampling, inputs.rows, sequences.kv_lens, sequences.samples, masks)
-        new_state, told = state.after(sequences, inputs.rows, tokens, max_drafts)
+        new_state, for_host = state.after(sequences, inputs.rows, tokens, max_drafts)
         logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, state.sampling.vocab_size)
-        return new_state, (told, logprobs)
+        return new_state, (for_host, logprobs)
 
     return sample
 
@@ -316,7 +302,6 @@ def make_sample(
 def _logprobs_of(
     reader: LogitsReader, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int
 ) -> Logprobs:
-    """Logprobs of sampled tokens, if they are wanted."""
     return lax.cond(
         alternatives != NO_LOGPROBS,
         lambda: reader.logprobs(logits, tokens, alternatives, vocab_size),
@@ -368,7 +353,7 @@ def on_every_device(mesh: Mesh | None) -> Callable[[T], T]:
     return partial(lax.with_sharding_constraint, shardings=sharding)
 
 
-def _remember(
+def _set_last_tokens(
     last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array, samples: jax.Array, repeated: bool
 ) -> jax.Array:
     """The last tokens after a step: rows that sampled get their new token (padding writes to the dump row). `repeated`:

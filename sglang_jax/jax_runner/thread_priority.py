@@ -18,8 +18,7 @@ _MIN_TICKS = 300
 
 
 def ticks_of_threads() -> dict[int, int]:
-    """Processor time of each thread, by id, in the kernel's ticks (10 ms on most machines). Empty on systems other than
-    Linux."""
+    """Processor time of each thread, by id, in the kernel's ticks (10 ms on most machines). Empty except on Linux."""
     found: dict[int, int] = {}
     for folder in _THREADS.iterdir() if _THREADS.is_dir() else ():
         try:
@@ -33,8 +32,8 @@ def ticks_of_threads() -> dict[int, int]:
 
 def compiler_threads(before: Mapping[int, int], after: Mapping[int, int]) -> list[int]:
     """The compiler's threads, which it does not expose: the threads other than Python's that used the most processor
-    time between two calls of `ticks_of_threads`, during which little else but builds was done. Empty if they used too
-    little, for example because programs came from a cache."""
+    time between two calls of `ticks_of_threads`, while little else than builds ran. Empty if they used too little, for
+    example because programs came from a cache."""
     python = {thread.native_id for thread in threading.enumerate()}
     used = {thread: ticks - before.get(thread, 0) for thread, ticks in after.items() if thread not in python}
     most = max(used.values(), default=0)

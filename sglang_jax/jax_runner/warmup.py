@@ -1,9 +1,6 @@
-"""Steps for the warm-up, which compute like real ones but only use the dump row and page 0.
-
-The first run of a program is slow: XLA's CPU backend prepares matrix products at their first use (0.3 to 0.7 s for a
-step of SmolLM2-135M on 2 cores), and an accelerator loads the program. The warm-up runs each program, so that no
-request waits for this.
-"""
+"""Steps for the warm-up, which compute like real ones but only use the dump row and page 0. A program's first run is
+slow: XLA's CPU backend prepares matrix products (0.3 to 0.7 s for a step of SmolLM2-135M on 2 cores), and an
+accelerator loads the program. No request waits for this."""
 
 from __future__ import annotations
 
@@ -15,9 +12,7 @@ from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, StepPlan
 
 def warmup_plan(bucket: Bucket, dump_row: int, max_context: int) -> StepPlan:
     """A plan that fills the bucket: decode rows, and in a mixed bucket one of them with a prompt. No sequence samples.
-
-    All sequences are in the dump row, whose pages are all page 0, where they overwrite each other's keys and values.
-    """
+    All are in the dump row, whose pages are all page 0, where they overwrite each other's keys and values."""
     if bucket.decode_only:
         num_decode, prompt = bucket.rows, 0
     else:

@@ -1,8 +1,6 @@
-"""Loads checkpoints into models: reads each device's shard of each fused parameter separately.
-
-Parameters name the parts that they consist of (`layers.parameter`), and the manifest has their places in the
-checkpoint, so no layer's structure is repeated here.
-"""
+"""Loads checkpoints into models: reads each device's shard of each fused parameter separately. Parameters name their
+parts (`layers.parameter`), and the manifest has their places in the checkpoint, so no layer's structure is repeated
+here."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ _COLUMNS = 64
 """Columns copied at once."""
 
 _WEIGHTS_AT_ONCE = 2**24
-"""Maximum weights of a parameter read at once. A whole one, read as float32 and then rounded, would be in memory three
-times."""
+"""Maximum weights of a parameter read at once. Read as float32 and then rounded, it would be in memory three times."""
 
 ReadPart = Callable[[Index], Array]
 """Reads the part of a parameter at an index: one slice per axis."""
@@ -57,15 +54,12 @@ def load_weights(
     mesh: Mesh,
     quantization: Quantization | None = None,
 ) -> None:
-    """Loads every parameter of `model`, in the model's dtype, sharded over `mesh` by its axes.
+    """Loads every parameter of `model`, in the model's dtype, sharded over `mesh` by its axes. `config`: of the
+    checkpoint. A layer with more KV heads than the checkpoint copies each of them, and a larger vocabulary is padded
+    with zeros. `quantization`: see `ParameterReader`; the model was built with its encodings.
 
     It reads several parameters at once if there are enough cores; the host has the parts of one matrix in memory, or of
-    several up to 2 GiB. `config`: of the checkpoint. A layer with more KV heads than the checkpoint copies each of
-    them, and a larger vocabulary is padded with zeros.
-
-    `quantization`: see `ParameterReader`; the model was built with its encodings.
-
-    **Raises:** `CheckpointError` naming missing, extra or misshapen tensors.
+    several up to 2 GiB. Raises `CheckpointError` naming missing, extra or misshapen tensors.
     """
     check_tensors(reader, config)
     read_parameters(parameters_of(model), ParameterReader(reader, config, quantization), model.config, mesh)
@@ -93,7 +87,7 @@ def read_parameters(
 
 
 def _reads_at_once() -> int:
-    """How many parameters to read at once: half the number of cores, since the others build programs meanwhile."""
+    """Half the number of cores, since the others build programs meanwhile."""
     return min(max(len(cpu_cores()) // 2, 1), _MAX_READS)
 
 
@@ -145,8 +139,8 @@ class _Pieces:
 
 
 def _read_parts(parameter: Parameter, read: ReadPart, pieces: _Pieces, mesh: Mesh) -> jax.Array:
-    """A parameter's value, of which each device of this process has its shard. Adjacent shards are read together: for a
-    matrix that is divided by its inputs, a remote checkpoint sends whole rows, so they are sent once."""
+    """A parameter's value, of which each device of this process has its shard. Adjacent shards are read together: of a
+    matrix divided by its inputs, a remote checkpoint sends whole rows, so they are sent once."""
     shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
     sharding = named_sharding(mesh, parameter.axes)
     runs = _runs(sharding.addressable_devices_indices_map(shape).values(), shape)
@@ -154,7 +148,7 @@ def _read_parts(parameter: Parameter, read: ReadPart, pieces: _Pieces, mesh: Mes
 
     def part(index: Index) -> np.ndarray:
         wanted = _bounded(index, shape)
-        run, values = next(each for each in found if _holds(each[0], wanted))
+        run, values = next(each for each in found if _contains(each[0], wanted))
         own = tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(run, wanted, strict=True))
         # A copy in C order: a view would keep the file open, and reading a transposed one is slow.
         return _in_order(values[own])
@@ -162,12 +156,11 @@ def _read_parts(parameter: Parameter, read: ReadPart, pieces: _Pieces, mesh: Mes
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _holds(run: Index, wanted: Index) -> bool:
+def _contains(run: Index, wanted: Index) -> bool:
     return all(a.start <= b.start and b.stop <= a.stop for a, b in zip(run, wanted, strict=True))
 
 
 def _bounded(index: Index, shape: tuple[int, ...]) -> Index:
-    """The index with both ends of each slice."""
     return tuple(slice(*each.indices(length)[:2]) for each, length in zip(index, shape, strict=True))
 
 
@@ -232,9 +225,9 @@ def _key(name: ParameterName, role: Role, rows: Index) -> object:
 
 
 class _Source:
-    """Reads a parameter by its axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
-    whose layers may have more KV heads than the checkpoint's. Numbers are converted to the parameter's dtype in their
-    stored order, since converting a transposed array takes several times as long."""
+    """Reads a parameter by its axes in the model; a checkpoint's matrices are [out, in]. Layers of the `built` config
+    may have more KV heads than the checkpoint's. Numbers are converted to the parameter's dtype in their stored order,
+    since converting a transposed array takes several times as long."""
 
     def __init__(self, arrays: _Arrays, built: ModelConfig, parameter: Parameter) -> None:
         self._arrays = arrays
@@ -244,7 +237,6 @@ class _Source:
         self._role = parameter.role
 
     def of(self, parameter: ModelParameter) -> ReadPart:
-        """The function that reads a parameter."""
         names, axes, shape = parameter.names, parameter.value.axes, parameter.value.shape
         if Axis.HEAD_PART in axes:
             return self._fused_heads(names, axes, shape)
@@ -255,7 +247,6 @@ class _Source:
         return self._padded(names[0], axes, shape) if Axis.VOCABULARY in axes else self._plain(names[0], axes)
 
     def _plain(self, name: ParameterName, axes: tuple[Axis, ...]) -> ReadPart:
-        """Reads one part, with its axes in the model's order."""
         return lambda index: self._read(name, axes, index)
 
     def _in_runs(self, name: ParameterName, axes: tuple[Axis, ...], rows: NDArray[np.int64]) -> ReadPart:
@@ -310,7 +301,6 @@ class _Source:
         return read
 
     def _padded(self, name: ParameterName, axes: tuple[Axis, ...], shape: tuple[int, ...]) -> ReadPart:
-        """Reads a table whose vocabulary is padded with zeros."""
         axis, length = axes.index(Axis.VOCABULARY), self._reader.config.vocab_size
 
         def read(index: Index) -> Array:
@@ -359,7 +349,6 @@ class _Source:
         return found.transpose([flat.index(axis) for axis in axes])
 
     def _kv_copies(self, name: ParameterName) -> int:
-        """Number of copies of each of the checkpoint's KV heads in a parameter's layer."""
         assert name.layer is not None
         built, stored = (config.layers[name.layer].kv_attention for config in (self._built, self._reader.config))
         assert built is not None

@@ -38,14 +38,12 @@ def convolve_with_pool(
 def convolve(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, tails: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Each token's output from its own input and those of the `width - 1` tokens before it.
+    """Each token's output from its own input and those of the `width - 1` tokens before it, float32 `[T, channels]`,
+    and the tails after the step. Inputs are first rounded to the type of `tails`, so that chunk boundaries do not
+    matter.
 
-    Inputs are first rounded to the type of `tails`, so that a result does not depend on the boundaries of chunks.
-
-    **Arguments:** `x` `[T, channels]`; `weight` `[channels, width]`, the tap of the token itself last; `bias`
-    `[channels]`; `tails` `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first.
-
-    **Returns:** float32 `[T, channels]`, and the tails after the step.
+    `x` `[T, channels]`; `weight` `[channels, width]`, the tap of the token itself last; `bias` `[channels]`; `tails`
+    `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first.
     """
     width = weight.shape[1]
     x = x.astype(tails.dtype)

@@ -2,7 +2,7 @@
 
 Each of a token's last inputs fills whole tiles, `[parts, 128]`, and so do a step's outputs: earlier inputs are in other
 registers, and nothing is shifted within one. A step's inputs have eight tokens per tile, as products write them: one
-token is loaded with a stride. Two kernels:
+token is loaded with a stride.
 
 - **Decode rows.** A program takes some rows. Vector memory has three sets of their last inputs: one being computed, one
   arriving, one leaving.
@@ -53,11 +53,8 @@ def convolve_in_place(
     *,
     checked: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `causal_convolution.convolve`, with a tiled `pool` `[slots, width - 1, parts, 128]`. `checked`: compile
-    address checks in.
-
-    **Returns:** float32 `[T, channels]`, zeros for padding, and the pool after the step.
-    """
+    """`causal_convolution.convolve` with a tiled `pool` `[slots, width - 1, parts, 128]`. Returns float32 `[T,
+    channels]`, zeros for padding, and the pool after the step. `checked`: compile address checks in."""
     tokens, channels = x.shape
     parts = pool.shape[2]
     taps = [weight.T] if bias is None else [weight.T, bias[None]]
@@ -100,7 +97,6 @@ def _compiler_params(checked: bool) -> pltpu.CompilerParams:
 
 
 def _whole(array: jax.Array) -> pl.BlockSpec:
-    """The same block for all programs."""
     return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
 
 
@@ -109,7 +105,6 @@ def _columns(parts: int) -> list[slice]:
 
 
 def _of_token(token: jax.Array | int, column: slice) -> pl.Slice:
-    """The lines of a tile that hold these parts of a token."""
     return pl.ds(column.start * TILE + token, column.stop - column.start, TILE)
 
 
@@ -221,7 +216,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 def _chunks(
     inputs: jax.Array, taps: jax.Array, outputs: jax.Array, pool: jax.Array, rows: StateRows, checked: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the sequences behind the decode rows: `outputs`, updated in place, and the pool."""
+    """Computes the sequences after the decode rows: `outputs`, updated in place, and the pool."""
     _, kept, parts, lanes = pool.shape
     place, sequences, windows = _windows(rows, inputs.shape[0] * TILE)
     begin = jnp.where(rows.fresh, 0, rows.begin)

@@ -1,8 +1,5 @@
-"""Expert layers: each token through the experts that its router chose, in three ways.
-
-A token's result is summed over its experts in the router's order, or over all experts in the order of their numbers, so
-it does not depend on the other tokens of the step.
-"""
+"""Expert layers: each token through the experts that its router chose, in three ways. Its result is summed over its
+experts in the router's order, or over all by number, so it does not depend on the other tokens of the step."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, curren
 
 _SHARE_READ = 0.8
 _MAX_ROWS_OF_ALL = 256
-"""With more rows, a TPU would take longer to compute all experts for every token than to read their weights."""
+"""With more rows, a TPU takes longer to compute all experts for every token than to read their weights."""
 
 _MAX_ROWS_INSTEAD_OF_WIDENING = 4096
 """Up to this many rows, products with all experts take less time than widening 8-bit weights in memory: 13 ps a weight
@@ -66,13 +63,12 @@ class ExpertProducts(StrEnum):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertWeights:
-    """All experts, or one device's shard of their columns: matrices `[experts, columns, hidden]`, biases
-    `[experts, columns]`. The caller adds the bias of `down`, once for all devices.
+    """All experts, or one device's shard of their columns: matrices `[experts, columns, hidden]`, biases `[experts,
+    columns]` (the caller adds that of `down`, once for all devices). 8-bit matrices have float32 scales: `[experts,
+    columns]`, and `[experts, hidden]` for `down`.
 
     With hidden as the last axis libtpu reads all three in place. It copied `[experts, hidden, columns]` with 720
     columns, a shard of gpt-oss's 2,880, at every step: on v6e, products then took twice as long.
-
-    8-bit matrices have float32 scales: `[experts, columns]`, and `[experts, hidden]` for `down`.
     """
 
     gate: jax.Array
@@ -155,7 +151,6 @@ def _reads(kernel: jax.Array) -> bool:
 
 
 def _by_all_in_parts(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate) -> jax.Array:
-    """`_by_all` for `_ROWS_AT_ONCE` rows at a time."""
     if len(x) <= _ROWS_AT_ONCE:
         return _by_all(x, weights, choice, gate)
     further, experts = -len(x) % _ROWS_AT_ONCE, len(weights.gate)

@@ -39,13 +39,12 @@ def fits(vocab_size: int) -> bool:
 def kept_distance(
     distances: jax.Array, top_k: jax.Array, top_p: jax.Array, by_rank: jax.Array, by_mass: jax.Array
 ) -> jax.Array:
-    """The largest distance that top-k and then top-p keep, float32 `[n]`; infinity for rows without a filter.
+    """The largest distance that top-k and then top-p keep, float32 `[n]`; infinity for rows without a filter. Top-k
+    takes the smallest distance that includes `top_k` tokens; top-p then the smallest one that includes `top_p` of the
+    probability of the remaining tokens (Holtzman et al. 2019).
 
-    Top-k takes the smallest distance that includes `top_k` tokens; top-p then the smallest one that includes `top_p` of
-    the probability of the remaining tokens (Holtzman et al. 2019).
-
-    **Arguments:** `distances`: float32 `[n, vocab]`, `(largest logit - logit) / temperature`; `top_k` int32 and `top_p`
-    float32, `[n]`; `by_rank` and `by_mass`, bool `[n]`: whether a row has that filter.
+    `distances`: float32 `[n, vocab]`, `(largest logit - logit) / temperature`; `top_k` int32, `top_p` float32, `[n]`;
+    `by_rank`, `by_mass`, bool `[n]`: whether a row has that filter.
     """
     lines, vocab_size = distances.shape
     programs, width = pl.cdiv(lines, LINES), _padded(vocab_size)
@@ -57,8 +56,8 @@ def kept_distance(
     # 0 turns a filter off.
     ranks = of_lines(jnp.where(by_rank, top_k, 0).astype(jnp.int32))
     shares = of_lines(jnp.where(by_mass, top_p, 0.0).astype(jnp.float32))
-    asked = jnp.where(ranks > 0, _BY_RANK, 0) | jnp.where(shares > 0.0, _BY_MASS, 0)
-    of_programs = lax.reduce(asked.reshape(programs, LINES), jnp.int32(0), lax.bitwise_or, (1,))
+    filters = jnp.where(ranks > 0, _BY_RANK, 0) | jnp.where(shares > 0.0, _BY_MASS, 0)
+    filters_of_programs = lax.reduce(filters.reshape(programs, LINES), jnp.int32(0), lax.bitwise_or, (1,))
     column = pl.BlockSpec((LINES, 1), lambda program, *_: (program, 0))
     kept = pl.pallas_call(
         _kernel,
@@ -75,7 +74,7 @@ def kept_distance(
             dimension_semantics=("parallel",), vmem_limit_bytes=_vmem_bytes(width), disable_bounds_checks=True
         ),
         name="kept_distance",
-    )(of_programs, filled, ranks, shares)
+    )(filters_of_programs, filled, ranks, shares)
     return kept[:lines, 0]
 
 
@@ -85,12 +84,12 @@ def _padded(vocab_size: int) -> int:
 
 
 def _vmem_bytes(width: int) -> int:
-    """Vector memory for the distances of two programs, for weights, and for the rest."""
+    """For the distances of two programs, for weights, and for the rest."""
     return 3 * LINES * width * 4 + MIB
 
 
-def _kernel(asked: Ref, distances: Ref, ranks: Ref, shares: Ref, kept: Ref, weights: Ref) -> None:
-    filters = asked[pl.program_id(0)]
+def _kernel(filters_of_programs: Ref, distances: Ref, ranks: Ref, shares: Ref, kept: Ref, weights: Ref) -> None:
+    filters = filters_of_programs[pl.program_id(0)]
     kept[...] = jnp.full(kept.shape, jnp.inf, jnp.float32)
 
     @pl.when(filters & _BY_RANK != 0)
@@ -122,7 +121,6 @@ def _kernel(asked: Ref, distances: Ref, ranks: Ref, shares: Ref, kept: Ref, weig
 
 
 def _sum(width: int, dtype: Any, part: Callable[[pl.Slice], jax.Array]) -> jax.Array:
-    """Sums `part` over all columns: `[8, 1]`."""
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
         for place in range(UNROLLED):

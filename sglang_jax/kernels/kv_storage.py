@@ -2,24 +2,19 @@
 
 A layer's pages are `[num_pages, kv_heads, parts, page_size, lanes]`. A page with all its heads is contiguous, so that
 one copy fetches it; a head's keys in it are a matrix `[page_size, lanes]`, ready for a product; a tensor-parallel shard
-has whole kv heads.
-
-There are two layouts:
+has whole kv heads. int8 and float8 pages hold keys and values divided by a scale per kv head.
 
 - Plain, for CPU and GPU: keys at index 0 of the third axis, values at 1; `lanes` is `head_dim`.
 - Tiled, for TPU, where memory has tiles of 128 lanes by 8, 16 or 32 rows (4-, 2- and 1-byte types). `lanes` is
   `head_dim` rounded up to a multiple of 128: no padding for 128 and 256, a third more memory for 96, 60 % more for 80.
   Heads of up to 64 have one part, keys in the lower half of the lanes and values in the upper half: no padding for 64.
   Pages of 16 tokens or more are whole tiles, except 8-bit pages of 16, which are half a tile; the kernels join these.
-
-Latent attention, whose values are the keys, has one part in both layouts, with keys in all lanes. Tiled latents of up
-to 64 numbers are stored in both halves of the lanes.
+- Latent attention, whose values are the keys, has one part in both layouts, with keys in all lanes. Tiled latents of up
+  to 64 numbers are stored in both halves of the lanes.
 
 bfloat16 may be stored as its bits in uint16, and float8_e4m3fn in uint8: XLA's CPU backend widens scatters and gathers
 of these types, and so copies the whole cache at each step, but not those of integers. Bits become numbers after the
 gather.
-
-int8 and float8 pages hold keys and values divided by a scale per kv head.
 """
 
 from __future__ import annotations
@@ -87,14 +82,9 @@ def write_kv(
     write_slots: jax.Array,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
-    """Stores the keys and values of a step's tokens in a layer's pages.
-
-    **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`, updated in place if donated; `keys`,
-    `values` `[T, kv_heads, head_dim]`, the latter None if they are the keys; `write_slots` int32 `[T]`, `page *
-    page_size + offset`; `kv_scales` float32 `[kv_heads, 2]`, the divisors of keys and values.
-
-    **Returns:** the pages after the write.
-    """
+    """Stores the keys `[T, kv_heads, head_dim]` and values (None if they are the keys) of a step's tokens in a layer's
+    pages `[num_pages, kv_heads, parts, page_size, lanes]`, in place if these are donated. `write_slots` int32 `[T]`:
+    `page * page_size + offset`; `kv_scales` float32 `[kv_heads, 2]`: the divisors of keys and values."""
     page_size = kv_pages.shape[3]
     stored = rows_of_pages(kv_pages, keys, values, kv_scales)
     pages, offsets = write_slots // page_size, write_slots % page_size
@@ -104,12 +94,8 @@ def write_kv(
 def gather_kv(
     kv_pages: jax.Array, pages: jax.Array, head_dim: int, kv_scales: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers keys and values from runs of pages.
-
-    **Arguments:** `pages` int32 `[..., n]`, in the order of their tokens; `kv_scales` float32 `[kv_heads, 2]`.
-
-    **Returns:** two float32 arrays `[..., kv_heads, n * page_size, head_dim]`. Unwritten slots may hold NaN.
-    """
+    """Gathers keys and values of `pages` int32 `[..., n]`, in the order of their tokens: two float32 arrays `[...,
+    kv_heads, n * page_size, head_dim]`. Unwritten slots may hold NaN. `kv_scales`: float32 `[kv_heads, 2]`."""
     _, kv_heads, parts, page_size, lanes = kv_pages.shape
     *rows, count = pages.shape
     shared = parts == 1 and 2 * head_dim > lanes

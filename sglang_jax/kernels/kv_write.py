@@ -1,11 +1,9 @@
-"""Writes a step's keys and values into pages in place on TPU.
+"""Writes a step's keys and values into pages in place on TPU. Memory is written in tiles of 8 to 32 token slots of a
+head: the kernel reads a tile, replaces a token's row and writes it back; a tile whose slots are all new is not read.
 
-Memory is written in tiles of 8 to 32 token slots of a head. To store one token's row, the kernel reads the tile,
-replaces the row and writes the tile back; a tile whose slots are all new is not read.
-
-This kernel runs just before attention and is not fused with it. A fused kernel would save one launch and the read of a
-decode row's tile (8 of the 1000 or more slots that attention reads, under one per cent), but its walk over pages would
-have to wait for its own writes, and prefill programs would write pages that other programs of the same call read.
+The kernel runs just before attention and is not fused with it. That would save one launch and the read of a decode
+row's tile (8 of the 1000 or more slots that attention reads, under one per cent), but its walk over pages would have to
+wait for its own writes, and prefill programs would write pages that other programs of the same call read.
 """
 
 from __future__ import annotations
@@ -41,11 +39,8 @@ def write_kv_on_tpu(
     checked: bool = False,
     vmem_limit: int | None = None,
 ) -> jax.Array:
-    """`kv_storage.write_kv` into tiled pages; slots of page 0 are not written.
-
-    **Arguments:** `runs`: see `find_runs`; `checked`: compile address checks in; `vmem_limit`: bytes of vector memory,
-    None for the compiler's default.
-    """
+    """`kv_storage.write_kv` into tiled pages; slots of page 0 are not written. `runs`: see `find_runs`; `checked`:
+    compile address checks in; `vmem_limit`: bytes of vector memory, None for the compiler's default."""
     rows = rows_of_pages(kv_pages, keys, values, kv_scales)
     if kv_pages.dtype.itemsize == 1:
         rows = rows.astype(jnp.bfloat16)
@@ -56,17 +51,14 @@ def write_kv_on_tpu(
 def find_runs(
     kv_pages: jax.Array, write_slots: jax.Array, checked: bool = False, vmem_limit: int | None = None
 ) -> jax.Array:
-    """Finds runs of tokens that share a tile of a page, once a step for all layers that share page ids.
+    """Finds runs of tokens that share a tile of a page, once a step for all layers that share page ids. Tokens that
+    write into one tile must follow each other, in the order of their slots, as those of a sequence do.
 
-    Tokens that write into one tile must follow each other, in the order of their slots, as those of a sequence do.
-
-    **Arguments:** `kv_pages`: the pages of one of the layers, for their shape and type; `write_slots` int32 `[T]`,
-    `page * page_size + offset`; `checked`: compile address checks in; `vmem_limit`: bytes of vector memory that the
-    writing kernel may take.
-
-    **Returns:** int32 `[programs, 6, tokens per program]`. Rows 0 to 4 describe each run: its page, the page slot at
-    which its tile starts, the token index (perhaps of another run) that would lie in that slot, the run's offset in
-    the tile, its number of tokens. Row 5 holds the number of runs and the number of runs that do not fill their tile.
+    `kv_pages`: the pages of one of the layers, for their shape and type; `write_slots` int32 `[T]`, `page * page_size +
+    offset`; `checked`, `vmem_limit`: see `write_kv_on_tpu`. Returns int32 `[programs, 6, tokens per program]`. Rows 0
+    to 4 describe each run: its page, the page slot at which its tile starts, the token index (perhaps of another run)
+    that would lie in that slot, the run's offset in the tile, its number of tokens. Row 5 holds the number of runs and
+    of those that do not fill their tile.
     """
     tokens = write_slots.shape[0]
     width = _tokens_of_a_program(kv_pages, tokens, vmem_limit)
@@ -96,8 +88,8 @@ def _tokens_of_a_program(kv_pages: jax.Array, tokens: int, vmem_limit: int | Non
 
 
 def vmem_bytes(kv_pages: jax.Array, width: int) -> int:
-    """Vector memory for programs of `width` tokens: rows of two programs in 16 bits or more, the same in 32 bits, and
-    a tile for each token."""
+    """Vector memory for programs of `width` tokens: rows of two programs in 16 bits or more, the same in 32 bits, and a
+    tile for each token."""
     _, kv_heads, parts, _, lanes = kv_pages.shape
     size = kv_pages.dtype.itemsize
     of_a_token = 2 * max(size, 2) + 4 + _tile_of(kv_pages) * size
@@ -155,14 +147,9 @@ def write_kv_tiles(
     checked: bool = False,
     vmem_limit: int | None = None,
 ) -> jax.Array:
-    """Stores one row per token, head and part; slots of page 0 are not written.
-
-    **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`; `rows` `[kv_heads, parts, T, lanes]`,
-    float32 or bfloat16, with values that the pages' type represents exactly; `runs`: see `find_runs`; `tile`: slots
-    that are written together; `vmem_limit`: see `write_kv_on_tpu`.
-
-    **Returns:** the pages, in the same memory if they are donated.
-    """
+    """Stores `rows` `[kv_heads, parts, T, lanes]`, one per token, head and part, with values that the pages' type
+    represents exactly, as float32 or bfloat16, in place if `kv_pages` are donated. Slots of page 0 are not written.
+    `runs`: see `find_runs`; `tile`: slots that are written together; `vmem_limit`: see `write_kv_on_tpu`."""
     kv_heads, parts, tokens, lanes = rows.shape
     programs, _, width = runs.shape
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, programs * width - tokens), (0, 0)))

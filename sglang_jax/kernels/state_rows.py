@@ -20,11 +20,10 @@ class StateRows:
       reads it.
     - `sequences`, `offsets`: int32 `[T]`, a token's sequence, and its index among that sequence's tokens of the step;
       undefined for padding.
-    - `query_starts`, `num_decode`: as in `ForwardBatch`.
-    - `decode_only`: every sequence has one token; token i belongs to sequence i.
-    - `drafts`: int32 `[R]`, given for decode steps of runners that draft: a sequence's draft number in its row, 0 for
-      the row's first token. A draft follows the sequence before it, starts from the state which that one writes, and
-      writes its own slot; its `begin` is that of its row's first sequence.
+    - `query_starts`, `num_decode`: as in `ForwardBatch`. `decode_only`: token i is the only one of sequence i.
+    - `drafts`: int32 `[R]`, in decode steps of runners that draft: a sequence's draft number in its row, 0 for the
+      row's first token. A draft follows the sequence before it, starts from the state that it writes, and writes its
+      own slot; its `begin` is that of its row's first sequence.
     """
 
     begin: jax.Array
@@ -43,7 +42,6 @@ class StateRows:
         return jnp.where(fresh, jnp.zeros((), pool.dtype), pool[self.begin])
 
     def write(self, pool: jax.Array, states: jax.Array) -> jax.Array:
-        """The pool with the states after the step."""
         return pool.at[self.own].set(states.astype(pool.dtype))
 
     def without_drafts(self) -> StateRows:
@@ -73,12 +71,10 @@ class StateRows:
 
 
 class DraftStep(NamedTuple):
-    """Some drafts of a step with R sequences, as a separate step: `rows`, drafts first and padding behind them. Each
-    starts from the state that the sequence before it has written.
-
-    - `places`: int32 `[R]`, the sequence of each of `rows`; undefined for padding.
-    - `wanted`: bool `[R]`, the sequences that are such drafts; `numbers`: int32 `[R]`, their index in `rows`.
-    """
+    """Some drafts of a step with R sequences, as a separate step: `rows`, drafts first and padding after them. Each
+    starts from the state that the sequence before it has written. `places`: int32 `[R]`, the sequence of each of
+    `rows`; undefined for padding. `wanted`: bool `[R]`, the sequences that are such drafts; `numbers`: int32 `[R]`,
+    their index in `rows`."""
 
     rows: StateRows
     places: jax.Array

@@ -29,9 +29,8 @@ _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ScanInputs:
-    """Float32 inputs: `queries`, `keys` `[T, groups, key_dim]`, for `heads / groups` consecutive heads each;
-    `values` `[T, heads, value_dim]`; `decays` `[T, heads]`, logarithms; `rates` `[T, heads]` of a delta rule, or None.
-    """
+    """Float32 inputs: `queries`, `keys` `[T, groups, key_dim]`, for `heads / groups` consecutive heads each; `values`
+    `[T, heads, value_dim]`; `decays` `[T, heads]`, logarithms; `rates` `[T, heads]` of a delta rule, or None."""
 
     queries: jax.Array
     keys: jax.Array
@@ -49,10 +48,8 @@ class ScanInputs:
 
 
 def scan(inputs: ScanInputs, states: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Outputs float32 `[T, heads, value_dim]`, undefined for padding, and the states after the step.
-
-    **Arguments:** `states`: float32 `[R, heads, key_dim, value_dim]`, before the step.
-    """
+    """Outputs float32 `[T, heads, value_dim]`, undefined for padding, and the states after the step. `states`: float32
+    `[R, heads, key_dim, value_dim]`, before the step."""
     if rows.decode_only:
         return _one_token(inputs, states)
     outputs = jnp.zeros_like(inputs.values)
@@ -63,7 +60,6 @@ def scan(inputs: ScanInputs, states: jax.Array, rows: StateRows) -> tuple[jax.Ar
 
 
 def _one_token(inputs: ScanInputs, states: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One token of each sequence."""
     inputs = inputs.of_heads()
     states = states * jnp.exp(inputs.decays)[..., None, None]
     values = inputs.values
@@ -76,13 +72,12 @@ def _one_token(inputs: ScanInputs, states: jax.Array) -> tuple[jax.Array, jax.Ar
 def scan_drafts(
     inputs: ScanInputs, outputs: jax.Array, states: jax.Array, pool: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the drafts of a decode step one by one, after its other sequences have produced `states`, float32
-    `[R, heads, key_dim, value_dim]`.
+    """Computes the drafts of a decode step one by one, after its other sequences have produced `states`, float32 `[R,
+    heads, key_dim, value_dim]`. Returns `outputs` `[R, heads, value_dim]` and the `pool` `[slots, heads, key_dim,
+    value_dim]` with the drafts'.
 
     A loop over drafts costs one state's work per draft, and nothing in a step without drafts. It only writes the pool:
     XLA would copy a pool that the loop also reads, once per draft.
-
-    **Returns:** `outputs` `[R, heads, value_dim]` and the `pool` `[slots, heads, key_dim, value_dim]` with the drafts'.
     """
     assert rows.drafts is not None
     drafts, slots, dtype = rows.drafts, rows.own, pool.dtype
@@ -112,7 +107,6 @@ def _round_to(state: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _decode_rows(
     inputs: ScanInputs, rows: StateRows, outputs: jax.Array, states: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the first `num_decode` sequences."""
     count = len(states)
     found, after = _one_token(jax.tree.map(lambda x: x[:count], inputs), states)
     decodes = jnp.arange(count) < rows.num_decode
@@ -121,7 +115,7 @@ def _decode_rows(
 
 
 def _chunks(inputs: ScanInputs, outputs: jax.Array, states: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Computes the sequences behind the decode rows, block by block."""
+    """Computes the sequences after the decode rows, block by block."""
     tokens = inputs.values.shape[0]
     block = min(BLOCK, tokens)
     starts = rows.query_starts

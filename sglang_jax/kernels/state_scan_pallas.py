@@ -5,8 +5,8 @@
   would not help: with one token per state it would only load.
 - **Chunks.** A program takes one head of one sequence, block by block, with the state in vector memory throughout. The
   head's queries, keys and values of the whole step are loaded once for all sequences. Blocks start at the sequence's
-  first token, so that results do not depend on the rest of the step. The triangular system of a delta rule (Yang et
-  al. 2024) is inverted by products: see `_inverse`.
+  first token, so that results do not depend on the rest of the step. The triangular system of a delta rule (Yang et al.
+  2024) is inverted by products: see `_inverse`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def _compiler_params(checked: bool) -> pltpu.CompilerParams:
 
 
 def heads_at_once(heads: int) -> int:
-    """Heads per program of decode rows."""
     return next(number for number in range(min(heads, _MAX_HEADS), 0, -1) if heads % number == 0)
 
 
@@ -158,7 +157,7 @@ def _decode_kernel(begin, fresh, own, keys, values, factors, pool, outputs, writ
 def _chunks(
     inputs: ScanInputs, pool: jax.Array, rows: StateRows, transposed: bool, checked: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the sequences behind the decode rows: outputs `[T, heads, value_dim]`, undefined for other tokens, and
+    """Computes the sequences after the decode rows: outputs `[T, heads, value_dim]`, undefined for other tokens, and
     the pool. `transposed` as above."""
     tokens, heads, value_dim = inputs.values.shape
     key_dim = inputs.keys.shape[2]
@@ -280,7 +279,6 @@ def _block(
     column = lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1)
 
     def as_row(x: jax.Array) -> jax.Array:
-        """A column as a row."""
         return jnp.sum(jnp.where(line == column, x, 0.0), axis=0, keepdims=True)
 
     decays = jnp.sum(jnp.where(line >= column, as_row(factors[:, 0:1]), 0.0), axis=1, keepdims=True)
@@ -298,12 +296,10 @@ def _block(
 
 
 def _inverse(system: jax.Array, line: jax.Array, column: jax.Array) -> jax.Array:
-    """The inverse of the identity plus a strictly lower triangular matrix.
-
-    A lower triangular matrix with diagonal blocks A and D and lower block B has an inverse with diagonal blocks
-    X = inverse(A), Y = inverse(D) and lower block -Y B X. All pairs of blocks are done at once, from size 1 on. Unlike
-    in a series of powers, intermediate numbers do not exceed those of forward substitution.
-    """
+    """The inverse of the identity plus a strictly lower triangular matrix. One with diagonal blocks A and D and lower
+    block B has an inverse with diagonal blocks X = inverse(A), Y = inverse(D) and lower block -Y B X. All pairs of
+    blocks are done at once, from size 1 on. Unlike in a series of powers, intermediate numbers do not exceed those of
+    forward substitution."""
     inverse = jnp.where(line == column, 1.0, jnp.where(line // 2 == column // 2, -system, 0.0))
     size = 2
     while size < BLOCK:

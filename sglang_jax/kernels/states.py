@@ -24,13 +24,8 @@ Inputs = TypeVar("Inputs", jax.Array, ScanInputs)
 def scan_states(
     implementation: AttentionImplementation, inputs: ScanInputs, pool: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """See `state_scan`.
-
-    **Arguments:** `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16; a bfloat16 state is rounded once a
-    step.
-
-    **Returns:** outputs float32 `[T, heads, value_dim]`, undefined for padding, and the pool after the step.
-    """
+    """See `state_scan`. Returns outputs float32 `[T, heads, value_dim]`, undefined for padding, and the pool after the
+    step. `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16; a bfloat16 state is rounded once a step."""
     if implementation.for_tpu:
         kernel = partial(scan_in_place, checked=implementation.checked)
         return _draft_by_draft(kernel, inputs, pool, rows)
@@ -48,12 +43,9 @@ def convolve_states(
     pool: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `causal_convolution.convolve`.
-
-    **Arguments:** `pool` `[slots, width - 1, channels]`, or tiled for the Pallas kernels (see `causal_convolution`).
-
-    **Returns:** outputs float32 `[T, channels]`, undefined for padding, and the pool after the step.
-    """
+    """See `causal_convolution.convolve`. Returns outputs float32 `[T, channels]`, undefined for padding, and the pool
+    after the step. `pool` `[slots, width - 1, channels]`, or tiled for the Pallas kernels (see
+    `causal_convolution`)."""
     if implementation.for_tpu:
         kernel = partial(_convolve_in_place, weight, bias, implementation.checked)
         return _draft_by_draft(kernel, x, pool, rows)

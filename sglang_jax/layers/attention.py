@@ -35,10 +35,8 @@ that takes half the cycles for 64 tokens, as many for 512, and a sixth more for 
 
 
 class Attention(nnx.Module):
-    """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection.
-
-    The fused projection is `[hidden, kv_heads, group + 2, head_dim]`: for each KV head its queries, its key, its value.
-    """
+    """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection. The
+    fused projection is `[hidden, kv_heads, group + 2, head_dim]`: for each KV head its queries, its key, its value."""
 
     def __init__(self, config: AttentionConfig, options: PartOptions) -> None:
         dtype, self.implementation = options.dtype, options.implementation
@@ -98,9 +96,8 @@ class Attention(nnx.Module):
         return queries, keys, values
 
     def _together(self, fused: jax.Array, rotary: RotaryTables | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The same result in half as many operations: normalises and rotates all parts of a KV head together, and then
-        takes the values from before. With few rows, each operation takes about a microsecond on a TPU, whatever it
-        does."""
+        """`_apart` in half as many operations: normalises and rotates all parts of a KV head together, and then takes
+        the values from before. With few rows, each operation takes about a microsecond on a TPU, whatever it does."""
         part = np.arange(self.group + 2)[:, None]
         found = fused
         if self.query_norm is not None and self.key_norm is not None:
@@ -148,15 +145,12 @@ def write_and_attend(
     scale: float,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Stores a step's keys and values, and computes attention: see `ragged_paged_attention`.
+    """Stores a step's keys and values, and computes attention (see `ragged_paged_attention`): `[T, heads, head_dim]`,
+    and the pages after the write. Under a mesh, kernels run on each device for its heads, with its shard of the
+    options, since the compiler shards operations but not kernels.
 
-    Under a mesh, kernels run on each device for its heads, with its shard of the options, since the compiler shards
-    operations but not kernels.
-
-    **Arguments:** `queries` `[T, heads, head_dim]`; `keys`, `values` `[T, kv_heads, head_dim]`; `kv_pages` as
-    `kernels.kv_storage` describes. If `values` is None, they are the keys, which every device has.
-
-    **Returns:** `[T, heads, head_dim]`, and the pages after the write.
+    `queries` `[T, heads, head_dim]`; `keys`, `values` `[T, kv_heads, head_dim]`; `kv_pages`: see `kernels.kv_storage`.
+    If `values` is None, they are the keys, which every device has.
     """
 
     def run(

@@ -28,8 +28,7 @@ class ForwardBatch:
     are first and have exactly one token: token i belongs to sequence i. A program with T == R is a decode program, with
     decode sequences only.
 
-    - `tokens`: int32 `[T]`.
-    - `positions`: int32 `[T]`, 0 for padding.
+    - `tokens`: int32 `[T]`. `positions`: int32 `[T]`, 0 for padding.
     - `write_slots`: int32 `[T]`, `page * page_size + offset`; padding writes into page 0.
     - `page_table`: int32 `[R, P]`, 0 where unused. With a window, entries before it may name any page.
     - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
@@ -53,7 +52,6 @@ class ForwardBatch:
     states: StateRows | None = None
 
     def of_group(self, group: int) -> ForwardBatch:
-        """The batch for layers of one cache group."""
         if group == 0:
             return replace(self, further=())
         pages = self.further[group - 1]

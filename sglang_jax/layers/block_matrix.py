@@ -28,17 +28,13 @@ _BYTES = {ValueType.INT4: jnp.uint8, ValueType.INT8: jnp.int8}
 
 @dataclass(frozen=True, slots=True)
 class BlockProduct:
-    """The kernel of products with matrices of one encoding.
-
-    - `target`: its name in XLA's CPU backend.
-    - `threads`: maximum threads that it uses.
-    - `most_rows`: maximum rows of a product.
-    """
+    """The kernel of products with matrices of one encoding: its name in XLA's CPU backend (`target`), maximum threads
+    that it uses, and maximum rows of a product."""
 
     encoding: Encoding
     target: str
     threads: int
-    most_rows: int
+    max_rows: int
 
     def multiply(self, x: jax.Array, levels: jax.Array, scales: jax.Array) -> jax.Array:
         """bfloat16 `x [T, inputs]` times a matrix in the layout of `cpu_kernels.block_layout` → float32 `[T,
@@ -59,11 +55,9 @@ def no_blocks(_: Encoding) -> None:
 
 
 class BlockMatrix(nnx.Module):
-    """A matrix `[*out, inputs]` in blocks, without values at first: loaded as stored, and then packed.
-
-    Its weights equal those of the matrix in bfloat16, bit for bit, so a product differs only by the order of its
-    float32 sums. That order is the same for any number of rows.
-    """
+    """A matrix `[*out, inputs]` in blocks, without values at first: loaded as stored, and then packed. Its weights
+    equal those of the matrix in bfloat16, bit for bit, so a product differs only by the order of its float32 sums,
+    which is the same for any number of rows."""
 
     def __init__(self, product: BlockProduct, inputs: int, outputs: Sizes, parts: Sequence[Part]) -> None:
         """`parts`: the matrices that it consists of. The number of outputs must be a multiple of 4."""
@@ -96,7 +90,7 @@ class BlockMatrix(nnx.Module):
         self.arrays = nnx.Dict(levels=_packed(levels), scales=_packed(scales))
 
     def serves(self, rows: int) -> bool:
-        return rows <= self.product.most_rows
+        return rows <= self.product.max_rows
 
     def multiply(self, x: jax.Array) -> jax.Array:
         """bfloat16 `x [T, *in]` → float32 `[T, outputs]`."""

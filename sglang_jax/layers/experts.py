@@ -119,10 +119,8 @@ class SharedExpert(nnx.Module):
 def choose_experts(
     config: ExpertsConfig, logits: jax.Array, correction: jax.Array | None, padding: jax.Array
 ) -> ExpertChoice:
-    """The experts of each token, by the router's logits float32 `[T, experts]`.
-
-    **Arguments:** `correction`: float32 `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`.
-    """
+    """The experts of each token, by the router's logits float32 `[T, experts]`. `correction`: float32 `[experts]`, see
+    `ExpertsConfig`; `padding`: bool `[T]`."""
     match config.scores:
         case ExpertScores.SOFTMAX:
             scores = jax.nn.softmax(logits, axis=-1)

@@ -31,10 +31,8 @@ CLASSES: Mapping[type, Callable[[Any, PartOptions], LayerPart]] = {
 
 
 def build_part(config: object, options: PartOptions, layer: int) -> LayerPart:
-    """Builds the part of a config, without values.
-
-    **Raises:** `ConfigError` naming the layer, if this backend does not have this kind.
-    """
+    """Builds the part of a config, without values. Raises `ConfigError` naming the layer, if this backend does not have
+    this kind."""
     build = CLASSES.get(type(config))
     if build is None:
         kind = type(config).__name__.removesuffix("Config")

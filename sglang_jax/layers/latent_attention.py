@@ -1,13 +1,13 @@
 """Latent attention over paged latent vectors, in two forms.
 
-Absorbed: a score `(W_k c) . q`, of a token's latent vector c, a head's key projection W_k and its query q, equals
-`c . (W_k^T q)`. So attention sees one KV head for all query heads. Its keys are the latent vectors with the rotated
-keys after them, and its values the latent vectors, to which the heads' value projections are applied afterwards. Decode
-rows and short chunks use this form, and on TPUs all rows do.
+Absorbed: a score `(W_k c) . q`, of a token's latent vector c, a head's key projection W_k and its query q, equals `c .
+(W_k^T q)`. So attention sees one KV head for all query heads. Its keys are the latent vectors with the rotated keys
+after them, and its values the latent vectors, to which the heads' value projections are applied afterwards. Decode rows
+and short chunks use this form, and on TPUs all rows do.
 
 Expanded: keys and values of heads are computed from the cached vectors. With many queries this takes fewer products, so
-rows with at least twice `LatentAttentionConfig.expands_from` tokens use it. The choice depends only on the number of
-the row's own tokens. The forms round differently: see docs/architecture/models.md.
+rows with at least twice `LatentAttentionConfig.expands_from` tokens of their own use it. The forms round differently:
+see docs/architecture/models.md.
 """
 
 from __future__ import annotations
@@ -95,12 +95,11 @@ def attend_latents(
     kv_pages: jax.Array,
     batch: ForwardBatch,
 ) -> tuple[jax.Array, jax.Array]:
-    """Stores a step's latent vectors, and computes attention, each row in the form for its length.
+    """Stores a step's latent vectors, and computes attention, each row in the form for its length: `[T, heads,
+    value_dim]`, and the pages after the write.
 
-    **Arguments:** `queries` `[T, heads, key_dim]` and `[T, heads, rotary_dim]`; `cached` `[T, 1, latent + rotary_dim]`;
-    `up`: the projections to keys `[heads, key_dim, latent]` and values `[heads, value_dim, latent]`.
-
-    **Returns:** `[T, heads, value_dim]`, and the pages after the write.
+    `queries` `[T, heads, key_dim]` and `[T, heads, rotary_dim]`; `cached` `[T, 1, latent + rotary_dim]`; `up`: the
+    projections to keys `[heads, key_dim, latent]` and values `[heads, value_dim, latent]`.
     """
     (plain, rotated), (key_up, value_up) = queries, up
     expanded = _expanded_rows(implementation, config, batch)

@@ -39,10 +39,10 @@ class InOutLayout:
     """`[*in, *out]`, the layout of loading and storing."""
 
     def repack(self, kernel: Parameter, inputs: int) -> None:
-        """Does nothing: it has this layout."""
+        pass
 
     def repack_rows(self, rows: Parameter) -> None:
-        """Does nothing: the layout is the same."""
+        pass
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         return matmul(x, kernel)
@@ -53,10 +53,10 @@ class Table:
     """Embeddings `[out, in]` that are also the head."""
 
     def repack(self, kernel: Parameter, inputs: int) -> None:
-        """Does nothing: embeddings have this layout."""
+        pass
 
     def repack_rows(self, rows: Parameter) -> None:
-        """Does nothing: the layout is the same."""
+        pass
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         return matmul(x, kernel.T)
@@ -67,12 +67,11 @@ class OutInLayout:
     """`[*out, *in]`, which XLA's CPU backend reads at memory speed: see `PlatformLayout`."""
 
     def repack(self, kernel: Parameter, inputs: int) -> None:
-        """Moves output axes first."""
         order = (*range(inputs, len(kernel.axes)), *range(inputs))
         _rewrite(kernel, order, [(axis,) for axis in order])
 
     def repack_rows(self, rows: Parameter) -> None:
-        """Does nothing: the layout is the same."""
+        pass
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         return matmul_outputs_first(x, kernel, of_outputs=of_outputs)
@@ -81,22 +80,19 @@ class OutInLayout:
 @dataclass(frozen=True, slots=True)
 class TwoAxisLayout:
     """`[in, out]`, or gate and up as `[2, in, out]`: the last two axes, which a TPU stores in tiles, are those of a
-    product.
+    product. The compiler would copy a kernel with more axes on one side, in each step, to the tiles of a product.
 
-    The compiler would copy a kernel with more axes on one side, in each step, to the tiles of a product. Outputs become
-    one axis, in which those of a device are adjacent. Gate and up keep a separate axis, since each device has a part of
-    both. They stay one product: of two, the compiler would compute one within the product that reads it, which at 256
-    rows costs more than it saves.
+    Outputs become one axis, in which those of a device are adjacent. Gate and up keep a separate axis, since each
+    device has a part of both. They stay one product: of two, the compiler would compute one within the product that
+    reads it, which at 256 rows costs more than it saves.
     """
 
     def repack(self, kernel: Parameter, inputs: int) -> None:
-        """Merges the input axes into one, and the output axes into one."""
         outer, columns = _outputs(kernel, inputs)
         rows = range(inputs)
         _rewrite(kernel, (*outer, *rows, *columns), [*[(axis,) for axis in outer], tuple(rows), tuple(columns)])
 
     def repack_rows(self, rows: Parameter) -> None:
-        """Merges the output axes of each matrix into one."""
         outer, columns = _outputs(rows, 0)
         _rewrite(rows, (*outer, *columns), [*[(axis,) for axis in outer], tuple(columns)])
 

@@ -16,11 +16,9 @@ from sglang_jax.layers.part import PartOptions
 
 class Linear(nnx.Module):
     """`x [T, *inputs]` → `[T, *outputs]` in the dtype of x, rounded once, after the bias. The product rounds x to the
-    dtype of the weights.
-
-    Several output axes join several matrices (`parts`) in one product: (gate or up, intermediate), or (KV head, its
-    queries + key + value, head_dim). The order of axes is such that a cut along one of them is a tensor-parallel shard.
-    """
+    dtype of the weights. Several output axes join several matrices (`parts`) in one product: (gate or up,
+    intermediate), or (KV head, its queries + key + value, head_dim), so that a cut along one of them is a
+    tensor-parallel shard."""
 
     def __init__(
         self, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions, *, bias: bool = False

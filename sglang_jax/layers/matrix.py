@@ -112,7 +112,7 @@ class TwoFormMatrix(nnx.Module):
         return self.plain.multiply(x, of_outputs=of_outputs)
 
     def repack(self, layout: Layout) -> None:
-        """See `Matrix`. Blocks have only one layout: see `BlockMatrix.pack`."""
+        # Blocks have only one layout: see `BlockMatrix.pack`.
         self.plain.repack(layout)
 
 

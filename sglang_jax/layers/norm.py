@@ -26,7 +26,6 @@ class Norm(nnx.Module):
         self.weight_in_float32 = config.weight_in_float32
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., *sizes]` → the same shape and dtype."""
         scale = self.scale[...]
         return self.scaled_by(scale, x, axes=tuple(range(-scale.ndim, 0)))
 

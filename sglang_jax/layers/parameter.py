@@ -14,20 +14,18 @@ from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
 
 _MIN_ROWS = 2
-"""Minimum rows of a bfloat16 product. For one row, XLA's CPU backend widens the whole matrix first, which takes ten
-times as long as two rows."""
+"""Minimum rows of a bfloat16 product. XLA's CPU backend widens the whole matrix for one row, which takes ten times as
+long as two rows."""
 
 _MAX_ROWS_ON_THE_RIGHT = 32
-"""Maximum rows for which `matmul_outputs_first` puts the rows on the right side of the product. Measured: with it, all
-products of SmolLM2-135M take 16 ms instead of 20 at 16 rows, as long at 32, and 43 ms instead of 35 at 64."""
+"""Maximum rows that `matmul_outputs_first` puts on the right side of the product. Measured: then all products of
+SmolLM2-135M take 16 ms instead of 20 at 16 rows, as long at 32, and 43 ms instead of 35 at 64."""
 
 
 class Parameter(nnx.Param[jax.Array]):
-    """A weight with named axes, which is a shape until weights are loaded.
-
-    - `parts`: the manifest's names of the parts that it consists of; none if no tensor of a checkpoint fills it.
-    - `role`: which array of a stored matrix it is; None for plain numbers.
-    """
+    """A weight with named axes, which is a shape until weights are loaded. `parts`: the manifest's names of the parts
+    that it consists of; none if no tensor of a checkpoint fills it. `role`: which array of a stored matrix it is; None
+    for plain numbers."""
 
     axes: tuple[Axis, ...]
     parts: tuple[Part, ...]
@@ -41,16 +39,13 @@ Sizes = Sequence[tuple[Axis, int]]
 def parameter(
     sizes: Sizes, dtype: jnp.dtype, *parts: Part, kind: ParameterKind = ParameterKind.WEIGHT, role: Role | None = None
 ) -> Parameter:
-    """A parameter without a value."""
     axes, shape = zip(*sizes, strict=True)
     return Parameter(jax.ShapeDtypeStruct(shape, dtype), axes=axes, parts=parts, kind=kind, role=role)
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`x [T, *in]` times `kernel [*in, *out]` → float32 `[T, *out]`; sums are always float32.
-
-    float32 inputs are multiplied exactly, not in the accelerator's reduced precision.
-    """
+    """`x [T, *in]` times `kernel [*in, *out]` → float32 `[T, *out]`; sums are always float32. float32 inputs are
+    multiplied exactly, not in the accelerator's reduced precision."""
     inputs = x.ndim - 1
     if x.dtype == jnp.float32:
         return jnp.tensordot(x, kernel, axes=inputs, precision=jax.lax.Precision.HIGHEST)

@@ -50,11 +50,9 @@ class PartOptions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerMemory:
-    """The memory of a layer: KV pages in the layout of `kernels.kv_storage` if it has attention, and the pools of its
-    state if it has one.
-
-    `expert_tokens`: counts of the tokens that chose each expert, if enabled: uint32 `[2, experts]`, low and high words.
-    """
+    """The memory of a layer: KV pages in the layout of `kernels.kv_storage` if it has attention, the pools of its state
+    if it has one, and, if enabled, counts of the tokens that chose each expert: uint32 `[2, experts]`, low and high
+    words."""
 
     pages: jax.Array | None = None
     states: States = ()

@@ -15,13 +15,12 @@ _BITS = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16), jnp.dtype(jnp.float8_e4
 class PlatformLayout:
     """The layouts that a platform computes with.
 
-    - `kv_as_bits`: bfloat16 and float8 keys and values are stored as integers with the same bits (see
-      `kernels.kv_storage`).
+    - `kv_as_bits`: bfloat16 and float8 keys and values are integers with the same bits (see `kernels.kv_storage`).
     - `tiled_kv_pages`: pages are in whole memory tiles (see `kernels.kv_storage`).
     - `tiled_state_tails`: the last inputs of convolutions are in whole tiles (see `kernels.causal_convolution`).
-    - `own_head_for_tied_embeddings`: tied embeddings are stored twice, `[vocab, hidden]` to look up rows and
-      `[hidden, vocab]` to compute logits. XLA's CPU backend multiplies by a large transposed matrix at a twentieth of
-      memory speed.
+    - `own_head_for_tied_embeddings`: tied embeddings are stored twice, `[vocab, hidden]` to look up rows and `[hidden,
+      vocab]` to compute logits: XLA's CPU backend multiplies by a large transposed matrix at a twentieth of memory
+      speed.
     - `outputs_first`: on one device, matrices are `[out, in]`, as in checkpoints, with products by
       `layers.parameter.matmul_outputs_first`. For CPUs with AMX: all products of a decode step of SmolLM2-135M take
       10.5 ms instead of 27 at two rows, and 27 ms instead of 35 at 32. Without AMX, on a busy machine, neither layout
@@ -62,7 +61,6 @@ class PlatformLayout:
         )
 
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype of the array that stores keys and values of `dtype`."""
         if not self.kv_as_bits:
             return jnp.dtype(dtype)
         return _BITS.get(jnp.dtype(dtype), jnp.dtype(dtype))

@@ -45,7 +45,6 @@ class Convolution(nnx.Module):
 
     @property
     def weights(self) -> ConvolutionWeights:
-        """Its kernel and its bias."""
         return self.kernel[...], None if self.bias is None else self.bias[...]
 
 
@@ -209,8 +208,8 @@ def _delta_net(
     matrices: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`[T, channels]` of queries, keys and values, and `[T, heads]` of rates and steps → float32
-    `[T, heads, value_dim]`, and the pools after the step."""
+    """`[T, channels]` of queries, keys and values, and `[T, heads]` of rates and steps → float32 `[T, heads,
+    value_dim]`, and the pools after the step."""
     kernel, bias = weights
     found, tails = convolve_states(implementation, x, kernel[:, 0], bias, tails, rows)
     queries, keys, values = _in_heads(config, jax.nn.silu(found))

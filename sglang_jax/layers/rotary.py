@@ -22,10 +22,8 @@ def rotary_tables(scaling: RotaryScaling, positions: jax.Array) -> tuple[jax.Arr
 
 
 def rotary_tables_once(scaling: RotaryScaling, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`rotary_tables` within a branch, which a compiler that recomputes values for each reader does not fuse.
-
-    The branch is always taken, since no position is negative, but the compiler cannot know that.
-    """
+    """`rotary_tables` within a branch, which a compiler that recomputes values for each reader does not fuse. It is
+    always taken, since no position is negative, but the compiler cannot know that."""
     found = jax.eval_shape(lambda: rotary_tables(scaling, positions))
     nothing = jax.tree.map(lambda table: jnp.zeros(table.shape, table.dtype), found)
     return jax.lax.cond(positions[0] >= 0, lambda: rotary_tables(scaling, positions), lambda: nothing)

@@ -1,8 +1,5 @@
-"""The sharding of arrays over the device mesh.
-
-Arrays name their axes by meaning (`Axis`), and one table maps these to axes of the mesh. Another way to shard a model
-is a change of the table; layers do not know the mesh.
-"""
+"""The sharding of arrays over the device mesh. Arrays name their axes by meaning (`Axis`), and one table maps these to
+axes of the mesh. Another way to shard a model is a change of the table; layers do not know the mesh."""
 
 from __future__ import annotations
 
@@ -49,21 +46,17 @@ KV_AXES = (Axis.PAGES, Axis.KV_HEADS, Axis.KEY_OR_VALUE, Axis.PAGE_OFFSET, Axis.
 
 
 def partition_spec(axes: Sequence[Axis]) -> PartitionSpec:
-    """The sharding of an array with these axes."""
     return PartitionSpec(*(MESH_AXIS[axis] for axis in axes))
 
 
 def named_sharding(mesh: Mesh, axes: Sequence[Axis]) -> NamedSharding:
-    """`partition_spec` on a mesh."""
     return NamedSharding(mesh, partition_spec(axes))
 
 
 def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, expert: int = 1) -> Mesh:
     """A mesh (data, tensor, expert) of all `devices`; the tensor axis has those that `data` and `expert` leave. TPU
-    chips that fill a box are ordered along its links, and back to the first one if possible.
-
-    **Raises:** `ValueError` if the number of devices cannot be divided this way.
-    """
+    chips that fill a box are ordered along its links, and back to the first one if possible. Raises `ValueError` if the
+    number of devices cannot be divided this way."""
     if len(devices) % (data * expert):
         raise ValueError(f"{len(devices)} devices cannot be divided into data {data} x expert {expert}")
     shape = (data, len(devices) // (data * expert), expert)

@@ -46,17 +46,13 @@ def build_model(
     encodings: Encodings = all_plain,
     block_products: BlockProducts = no_blocks,
 ) -> Transformer:
-    """A model whose parameters are only shapes until weights are loaded.
+    """A model whose parameters are only shapes until weights are loaded. `dtype`: of weights and activations, bfloat16,
+    or float32 for exact float32 throughout; raises `ValueError` for another.
 
-    **Arguments:**
-
-    - `dtype`: of weights and activations; bfloat16, or float32 for exact float32 throughout.
     - `platform`: `cpu`, `gpu` or `tpu`, which decides the layout of some weights; JAX's default if None.
     - `kv_dtype`: of keys and values in the cache; `dtype` if None.
     - `encodings`: how each matrix is stored; by default, all are plain numbers.
     - `block_products`: makes the kernels of matrices that stay in blocks; by default, none do.
-
-    **Raises:** `ValueError` for another dtype.
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")

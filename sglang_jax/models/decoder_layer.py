@@ -22,8 +22,8 @@ class DecoderLayer(nnx.Module):
     with the norms of the config."""
 
     def __init__(self, config: LayerConfig, options: PartOptions, number: int) -> None:
-        """`number`: its place in the model, for error messages. Raises `ConfigError` for a kind of part that this
-        backend does not have."""
+        """Raises `ConfigError` for a kind of part that this backend does not have, naming the layer's `number` in the
+        model."""
 
         options = replace(options, layer=number)
 

@@ -32,7 +32,6 @@ KVCaches = tuple[LayerMemory, ...]
 
 
 def states_of(memory: KVCaches) -> list[States]:
-    """The state pools of each layer that has states."""
     return [layer.states for layer in memory if layer.states]
 
 
@@ -51,7 +50,6 @@ class StatePool:
     spec: PartitionSpec
 
     def on(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """Its shape, sharded over a mesh."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=NamedSharding(mesh, self.spec))
 
 
@@ -61,8 +59,7 @@ class KVCacheSpec:
 
     - `shapes`: of its pages, `[num_pages, kv_heads, parts, page_size, lanes]`; `()` for a layer without pages.
     - `sharded`: whether its KV heads are sharded over the devices; otherwise each device has them all.
-    - `storage`: dtype of pages.
-    - `states`: its state pools, empty for attention.
+    - `storage`: dtype of pages. `states`: its state pools, empty for attention.
     - `counted`: number of experts whose tokens it counts.
     """
 
@@ -101,12 +98,9 @@ def kv_cache_spec(
     state_dtypes: StateDtypes | None = None,
     count_experts: bool = False,
 ) -> KVCacheSpec:
-    """The memory of a model: pages with keys and values of `dtype`, and slots for states.
-
-    - `num_pages`: pages, or slots, of each cache group, or one number for all of them.
-    - `platform`: JAX's default if None. `state_dtypes`: float32 if None.
-    - `count_experts`: whether layers count the tokens that choose each expert.
-    """
+    """The memory of a model: pages with keys and values of `dtype`, and slots for states. `num_pages`: pages, or slots,
+    of each cache group, or one number for all. `platform`: JAX's default if None; `state_dtypes`: float32 if None.
+    `count_experts`: whether layers count the tokens that choose each expert."""
     form = PlatformLayout.of(platform or jax.default_backend())
     groups = group_of_layers(config)
     counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(cache_groups(config))
@@ -160,7 +154,6 @@ def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes, *, tiled: bool) 
 
 
 def allocate(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:
-    """The memory of `spec`, filled with zeros."""
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), spec.memory(mesh))
 
 

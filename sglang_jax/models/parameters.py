@@ -23,11 +23,8 @@ _BETWEEN = ("matrix", "plain")
 
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
-    """A parameter that is read from a checkpoint.
-
-    - `path`: its place in the model, with dots, as in Orbax checkpoints.
-    - `names`: the manifest's names of the tensors that it consists of.
-    """
+    """A parameter that is read from a checkpoint, with its place in the model, with dots, as in Orbax checkpoints, and
+    the manifest's names of the tensors that it consists of."""
 
     path: str
     value: Parameter
@@ -55,10 +52,8 @@ def matrices_in_8_bits(model: Transformer) -> dict[ParameterName, str]:
 
 
 def check_shapes(model: Transformer) -> None:
-    """Checks that a model has the parameters of its manifest, each in its shape.
-
-    **Raises:** `ValueError` naming the first that differs.
-    """
+    """Raises `ValueError` naming the first parameter whose shape is not that of the manifest, or all that the model
+    lacks."""
     manifest = manifest_of(model.config)
     missing = dict(manifest.specs)
     for parameter in parameters_of(model):

@@ -47,10 +47,8 @@ def _run_layer(
 
 
 class Transformer(nnx.Module):
-    """The decoder with its embeddings and head.
-
-    Layers are unrolled: a scan over stacked bfloat16 weights copies them all at every step on XLA's CPU backend.
-    """
+    """The decoder with its embeddings and head. Layers are unrolled: a scan over stacked bfloat16 weights copies them
+    all at every step on XLA's CPU backend."""
 
     def __init__(
         self,
@@ -85,11 +83,8 @@ class Transformer(nnx.Module):
         self.form = form
 
     def repack(self, devices: int = 1) -> None:
-        """Changes the weights, or their shapes, to the layout that the platform computes with, after they were loaded
-        to `devices` devices.
-
-        Before that, they have the layout in which they are loaded and stored, the same on all platforms.
-        """
+        """Changes the weights, or their shapes, from the layout in which they are loaded and stored, the same on all
+        platforms, to the one that the platform computes with, on `devices` devices."""
         for _, module in nnx.iter_modules(self):
             if isinstance(module, BlockMatrix):
                 module.pack()
@@ -117,7 +112,6 @@ class Transformer(nnx.Module):
                 module.matrix.repack(layout)
 
     def _share_table(self, layout: Layout) -> None:
-        """Makes the embeddings the head, too."""
         shared = PlainMatrix(self.embedding.table, 1, layout)
         if isinstance(self.head, TwoFormMatrix):
             self.head.plain = shared
@@ -126,7 +120,6 @@ class Transformer(nnx.Module):
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the head is a separate array, and not the embeddings."""
         plain = self.head.plain if isinstance(self.head, TwoFormMatrix) else self.head
         return not (isinstance(plain, PlainMatrix) and plain.kernel is self.embedding.table)
 

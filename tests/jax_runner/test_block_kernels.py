@@ -133,7 +133,7 @@ def test_xla_s_threads_share_the_work_and_all_finish() -> None:
     function = xla_call.build_xla_call(compiling.KernelCompiler(None)(write_slots), 8)
     target = f"write_slots_{function.address}"
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(block_kernels._Handler(function.address)), platform="cpu")
-    kernel = BlockProduct(Q8, target, threads=2, most_rows=1)
+    kernel = BlockProduct(Q8, target, threads=2, max_rows=1)
     packed = pack(random_blocks(Q8, 1024, 64))
     x, levels, scales = jnp.zeros((1, 64), jnp.bfloat16), jnp.asarray(packed.levels), jnp.asarray(packed.scales)
     run = jax.jit(kernel.multiply)

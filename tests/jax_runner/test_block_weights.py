@@ -34,34 +34,34 @@ def tiny_gguf(folder: Path, kind: GGMLQuantizationType, architecture: str = "lla
     return make_tiny_gguf(folder / "model.gguf", model, make_tiny_tokenizer(folder), architecture, kind)
 
 
-def products(encoding: Encoding, most_rows: int = 4) -> BlockProduct | None:
+def products(encoding: Encoding, max_rows: int = 4) -> BlockProduct | None:
     product = block_product(encoding, cache_folder=EngineConfig().cache_folder())
-    return None if product is None else replace(product, most_rows=most_rows)
+    return None if product is None else replace(product, max_rows=max_rows)
 
 
 @needs_units
 @pytest.mark.parametrize(
-    ("architecture", "kind", "tied", "most_rows"),
+    ("architecture", "kind", "tied", "max_rows"),
     [
         ("llama", GGMLQuantizationType.Q4_0, True, 4),  # only decode steps
         ("qwen2", GGMLQuantizationType.Q4_1, False, 48),  # with biases; prompts too
     ],
 )
 def test_a_model_with_blocks_has_the_same_logits_as_a_widened_one(
-    architecture: str, kind: GGMLQuantizationType, tied: bool, most_rows: int, tmp_path: Path
+    architecture: str, kind: GGMLQuantizationType, tied: bool, max_rows: int, tmp_path: Path
 ) -> None:
     """For every row, whichever form serves it; both forms have the same weights, and sums in float32."""
     file = tiny_gguf(tmp_path, kind, architecture, tie_word_embeddings=tied)
     tokens = np.random.default_rng(0).integers(0, 300, (4, 12)).astype(np.int32)
     steps = [{0: 8, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
     expected = PagedModel(file, dtype="bfloat16").run(tokens, steps)
-    model = PagedModel(file, dtype="bfloat16", block_products=partial(products, most_rows=most_rows))
+    model = PagedModel(file, dtype="bfloat16", block_products=partial(products, max_rows=max_rows))
     found = model.run(tokens, steps)
     errors = [np.abs(logits - wanted) for logits, wanted in zip(found, expected, strict=True)]
     assert max(each.max() for each in errors) < 0.03 * max(np.abs(wanted).max() for wanted in expected)
     # In both layers: queries with keys and values, output, gate with up, down; and the head.
     assert model.program({0: 1}).as_text().count("custom_call @block_product_") == 2 * 4 + 1
-    assert model.program({0: 8}).as_text().count("custom_call @block_product_") == (9 if most_rows == 48 else 0)
+    assert model.program({0: 8}).as_text().count("custom_call @block_product_") == (9 if max_rows == 48 else 0)
 
 
 def test_no_blocks_are_kept_where_they_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:

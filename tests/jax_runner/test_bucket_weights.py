@@ -17,7 +17,7 @@ from sglang_jax.checkpoint import Checkpoint, open_checkpoint
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax, save_orbax
-from sglang_jax.jax_runner.weights import _holds, _runs, load_weights
+from sglang_jax.jax_runner.weights import _contains, _runs, load_weights
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, Transformer, build_model
 from sglang_jax.models.parameters import parameters_of
@@ -101,4 +101,4 @@ def test_parts_of_neighbouring_devices_are_read_together(
     assert [tuple((each.start, each.stop) for each in run) for run in found] == runs
     for index in indices:
         bounded = tuple(slice(*each.indices(length)[:2]) for each, length in zip(index, (8, 12), strict=True))
-        assert sum(_holds(run, bounded) for run in found) == 1
+        assert sum(_contains(run, bounded) for run in found) == 1

@@ -41,7 +41,7 @@ def test_other_steps_are_compiled_with_default_options(
 
 def test_a_workaround_ends_with_the_release_that_fixes_the_fault() -> None:
     releases = Releases((0, 0, 46), (0, 0, 50, 1))
-    found = {version: releases.have(version) for version in ((0, 0, 45, 9), (0, 0, 46), (0, 0, 50), (0, 0, 50, 1))}
+    found = {version: releases.contain(version) for version in ((0, 0, 45, 9), (0, 0, 46), (0, 0, 50), (0, 0, 50, 1))}
     assert list(found.values()) == [False, True, True, False]
 
 

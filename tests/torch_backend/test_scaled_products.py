@@ -148,7 +148,7 @@ def test_the_kernel_serves_steps_of_few_rows(monkeypatch: pytest.MonkeyPatch) ->
     multiply = scaled_products.kernel_product_on(CPU)
     expected = multiply_widened(x, values, scales, bias)
     assert (multiply(x, values, scales, bias) - expected).abs().max() <= 2 * torch.finfo(x.dtype).eps * 64
-    monkeypatch.setattr(scaled_product, "most_rows", lambda values, chip: 4)
+    monkeypatch.setattr(scaled_product, "max_rows", lambda values, chip: 4)
     assert torch.equal(scaled_products.kernel_product_on(CPU)(x, values, scales, bias), expected)
 
 

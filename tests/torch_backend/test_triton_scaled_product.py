@@ -18,7 +18,7 @@ from triton.runtime.errors import InterpreterError
 
 from torch_backend.kernels import scaled_product as module
 from torch_backend.kernels.chip import Chip
-from torch_backend.kernels.scaled_product import most_rows, product_tile, scaled_product, split_length
+from torch_backend.kernels.scaled_product import max_rows, product_tile, scaled_product, split_length
 
 assert helpers.triton_interpreter
 
@@ -125,7 +125,7 @@ def test_splits_fill_a_chip_and_are_fixed_per_matrix_for_few_rows() -> None:
         assert splits == 1 or splits * tiles < 4 * 256
     assert split_length(1024, 4096, 4096, product_tile(1024, CHIP)) == 4096
     assert split_length(96, 4096, 4096, product_tile(96, CHIP)) == 1024
-    assert [most_rows(FLOAT8, Chip(chip, 108)) for chip in (80, 89)] == [256, most_rows(INT8, Chip(80, 108))]
+    assert [max_rows(FLOAT8, Chip(chip, 108)) for chip in (80, 89)] == [256, max_rows(INT8, Chip(80, 108))]
 
 
 def test_no_rows_launch_nothing_and_other_shapes_are_refused() -> None:

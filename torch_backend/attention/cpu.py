@@ -18,10 +18,8 @@ from torch_backend.kv_pages import KVPages
 
 class CpuAttention:
     """`AttentionImplementation` for a CPU, for use by one thread at a time. A decode row's result is batch-invariant.
-
-    **Arguments:** `dtype`, bfloat16 or float32, of queries and pages; `forms` of all layers' heads; `prompts`, with
-    kernels for these, computes sequences of several tokens instead of torch operations.
-    """
+    `dtype`, bfloat16 or float32, of queries and pages; `forms` of all layers' heads; `prompts`, with kernels for these,
+    computes sequences of several tokens instead of torch operations."""
 
     def __init__(
         self,
@@ -40,7 +38,6 @@ class CpuAttention:
         self._scratch = torch.empty(max(floats, default=0), dtype=torch.float32)
 
     def prepare(self, batch: ForwardBatch) -> CpuStep:
-        """Counts keys, and groups prompts."""
         return CpuStep(self, batch)
 
     def attend(
@@ -83,8 +80,6 @@ class CpuAttention:
 
 
 class CpuStep:
-    """Attention of one step."""
-
     def __init__(self, attention: CpuAttention, batch: ForwardBatch) -> None:
         self._attention = attention
         self._batch = batch

@@ -23,10 +23,7 @@ from torch_backend.kv_pages import KVPages
 
 class CpuPrompts:
     """Attention of sequences of several tokens in bfloat16, to be used by one thread at a time. A token's result does
-    not depend on the chunk that it is in, or on other sequences.
-
-    **Arguments:** `forms` of all layers' heads, of sizes for which `supported_head_dim` is true.
-    """
+    not depend on the chunk that it is in, or on other sequences. `forms`: of all layers' heads, supported by `take`."""
 
     def __init__(self, compiler: KernelCompiler, forms: Iterable[HeadForm]) -> None:
         self._launchers = {

@@ -1,8 +1,6 @@
-"""Attention with FlashInfer's kernels (Ye et al. 2025), for comparison: `--attention-backend flashinfer`.
-
-Its paged layout HND, `[pages, kv_heads, page_size, head_dim]` with separate keys and values, is that of `KVPages`. Each
-step plans on the host, from lengths that it reads there, so steps are not captured.
-"""
+"""Attention with FlashInfer's kernels (Ye et al. 2025), for comparison: `--attention-backend flashinfer`. Its paged
+layout HND, `[pages, kv_heads, page_size, head_dim]` with separate keys and values, is that of `KVPages`. Each step
+plans on the host, from lengths that it reads there, so steps are not captured."""
 
 from __future__ import annotations
 
@@ -56,10 +54,7 @@ class _Form(NamedTuple):
 
 
 class FlashInferAttention:
-    """`AttentionImplementation` with FlashInfer.
-
-    **Arguments:** `library`: the module `flashinfer`.
-    """
+    """`AttentionImplementation` with FlashInfer. `library`: the module `flashinfer`."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
@@ -80,7 +75,6 @@ class FlashInferAttention:
         return self._decode[form]
 
     def prefill_wrapper(self, form: _Form) -> Any:
-        """The wrapper for chunks of prompts."""
         if form not in self._prefill:
             self._prefill[form] = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="HND")
         return self._prefill[form]
@@ -96,8 +90,6 @@ class _Part:
 
 
 class FlashInferStep:
-    """Attention of one step."""
-
     def __init__(self, attention: FlashInferAttention, batch: ForwardBatch) -> None:
         self._attention = attention
         self._batch = batch
@@ -139,10 +131,8 @@ class FlashInferStep:
 
     def _pages(self, rows: Sequence[int], form: _Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The start of each row in the list of all pages, this list, and the number of keys in each row's last page.
-
         Pages before all keys that a row's queries see may belong to other rows, and are left out. Queries are the last
-        tokens, so this does not change their distances to their keys.
-        """
+        tokens, so this does not change their distances to their keys."""
         size, window = form.page_size, form.options.window
         begins, pages, last_keys = [0], [], []
         for row in rows:

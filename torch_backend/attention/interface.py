@@ -13,11 +13,8 @@ from torch_backend.kv_pages import KVPages
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Projections from cached latent vectors, each followed by a rotated key for all heads, to keys and values.
-
-    - `key_up` `[heads, key_dim, latent]`, `value_up` `[heads, value_dim, latent]`.
-    - `expands_from`: see `LatentAttentionConfig`.
-    """
+    """Projections from cached latent vectors, each followed by a rotated key for all heads, to keys `[heads, key_dim,
+    latent]` and values `[heads, value_dim, latent]`. `expands_from`: see `LatentAttentionConfig`."""
 
     key_up: torch.Tensor
     value_up: torch.Tensor
@@ -29,8 +26,7 @@ class AttentionOptions:
     """Options of a layer's attention. Query i of a sequence, at position p, sees key j iff `j <= p` and, with a window,
     `p - j < window`.
 
-    - `scale`: multiplies the scores.
-    - `window`: maximum keys that a query sees; None for all before it.
+    - `scale`: multiplies the scores. `window`: maximum keys that a query sees; None for all before it.
     - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` before the mask; None for no cap.
     - `sinks`: float32 `[heads]`, for each head the score of an additional key without a value; None for no sinks.
     - `latents`: if pages hold latent vectors. Queries are then `[T, heads, key_dim + rotary_dim]`, and outputs `[T,
@@ -56,13 +52,9 @@ class StepAttention(Protocol):
     """Attention of one step, for every layer."""
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """Attends over pages that already contain the step's own keys and values.
-
-        **Arguments:** `queries` `[T, heads, head_dim]`, heads that share a kv head adjacent.
-
-        **Returns:** `[T, heads, head_dim]` in the dtype of `queries`, contiguous; 0 for padding. Scores, softmax and
-        sums are float32. Unused slots of pages have no effect, even if they hold NaN.
-        """
+        """Attends over pages that already contain the step's own keys and values. `queries` `[T, heads, head_dim]`,
+        heads that share a kv head adjacent, → `[T, heads, head_dim]` in their dtype, contiguous; 0 for padding. Scores,
+        softmax and sums are float32. Unused slots of pages have no effect, even if they hold NaN."""
         ...
 
 

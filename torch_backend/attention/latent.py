@@ -1,8 +1,6 @@
-"""Attention over latent vectors in two equivalent forms: see `sglang_jax/layers/latent_attention.py`.
-
-Absorbed: queries are multiplied by the key projection, and attend to latent vectors. Expanded: keys and values are
-computed from one tile of latent vectors at a time, for a softmax in progress (FlashAttention, Dao et al. 2022).
-"""
+"""Attention over latent vectors in two equivalent forms: see `sglang_jax/layers/latent_attention.py`. Absorbed: queries
+are multiplied by the key projection, and attend to latent vectors. Expanded: keys and values are computed from one tile
+of latent vectors at a time, for a softmax in progress (FlashAttention, Dao et al. 2022)."""
 
 from __future__ import annotations
 
@@ -50,18 +48,18 @@ def _attend_sequence(
     assert options.latents is not None
     before = length - len(queries)
     # Only CUDA has products of 16-bit numbers with float32 results.
-    asked = queries.transpose(0, 1).to(queries.dtype if queries.is_cuda else torch.float32)
-    softmax = _Softmax(asked, options.latents.value_up.shape[1])
+    by_head = queries.transpose(0, 1).to(queries.dtype if queries.is_cuda else torch.float32)
+    softmax = _Softmax(by_head, options.latents.value_up.shape[1])
     columns = max(_KEYS_PER_TILE // kv.page_size, 1)
     for column in range(0, -(-length // kv.page_size), columns):
         first = column * kv.page_size
         # Slots after the sequence's end may be NaN.
         cached = kv.keys[pages[column : column + columns].long(), 0].flatten(0, 1)[: length - first]
-        keys, values = (part.to(asked.dtype) for part in _expand(cached, options.latents))
+        keys, values = (part.to(by_head.dtype) for part in _expand(cached, options.latents))
         places = torch.arange(first, first + len(cached), device=queries.device)
         for start in range(max(first - before, 0), len(queries), _QUERIES_PER_BLOCK):
             block = slice(start, min(start + _QUERIES_PER_BLOCK, len(queries)))
-            scores = _product(asked[:, block], keys.transpose(1, 2)).mul_(options.scale)
+            scores = _product(by_head[:, block], keys.transpose(1, 2)).mul_(options.scale)
             if first + len(cached) > before + start + 1:
                 positions = torch.arange(before + block.start, before + block.stop, device=queries.device)
                 scores.masked_fill_(places > positions[:, None], -torch.inf)
@@ -106,7 +104,6 @@ class _Softmax:
 
 
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Matrix product with a float32 result."""
     return torch.bmm(x, y) if x.dtype == torch.float32 else torch.bmm(x, y, out_dtype=torch.float32)
 
 

@@ -1,9 +1,7 @@
-"""Paged attention in plain torch, for CPUs and devices without kernels.
-
-Decode sequences of similar length are computed together by `scaled_dot_product_attention`, and so are prefill sequences
-of equal length. torch's own grouped attention (`enable_gqa`) is not used: on a CPU it takes many times as long as this
-code, in which the queries of one kv head share its keys by shapes and strides.
-"""
+"""Paged attention in plain torch, for CPUs and devices without kernels. Decode sequences of similar length are computed
+together by `scaled_dot_product_attention`, and so are prefill sequences of equal length. torch's own grouped attention
+(`enable_gqa`) is not used: on a CPU it takes many times as long as this code, in which the queries of one kv head share
+its keys by shapes and strides."""
 
 from __future__ import annotations
 
@@ -33,7 +31,6 @@ class NativeAttention:
     """`AttentionImplementation` without kernels. Reads lengths on the host, so it cannot be captured."""
 
     def prepare(self, batch: ForwardBatch) -> NativeStep:
-        """Groups the sequences that are computed together."""
         return NativeStep(batch)
 
 
@@ -92,11 +89,9 @@ class NativeStep:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block of queries of each sequence of a group, and the number of keys that they may see.
-
-    `mask`: added to scores, `[sequences * kv_heads or 1, 1, queries or 1, keys]`; None if all keys are seen, or all up
-    to the query's own if `causal`.
-    """
+    """A block of queries of each sequence of a group, and the number of keys that they may see. `mask`: added to
+    scores, `[sequences * kv_heads or 1, 1, queries or 1, keys]`; None if all keys are seen, or all up to the query's
+    own if `causal`."""
 
     queries: slice
     keys: int

@@ -11,9 +11,7 @@ from torch_backend.kv_pages import KVPages, TokenScales
 
 class PageGather:
     """Indices of a group's keys and buffers for them, shared by all layers with the same shape of pages and `window`.
-
-    Layers share the buffers: a result is valid until the next call.
-    """
+    So a result is valid until the next call."""
 
     def __init__(self, group: SequenceGroup, batch: ForwardBatch, kv: KVPages, window: int | None) -> None:
         kv_heads, page_size, head_dim = kv.keys.shape[1:]

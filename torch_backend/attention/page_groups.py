@@ -23,12 +23,8 @@ _TOKENS_TOGETHER = 4096
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """Sequences that have `count` queries each; if more than one, also the same length.
-
-    - `sequences`: their rows in the page table.
-    - `tokens`: indices of their queries in the step.
-    - `lens`: their keys, at least 1.
-    """
+    """Sequences that have `count` queries each; if more than one, also the same length. `sequences`: their rows in the
+    page table; `tokens`: indices of their queries in the step; `lens`: their keys, at least 1."""
 
     sequences: slice | torch.Tensor
     tokens: slice | torch.Tensor

@@ -16,7 +16,6 @@ class ReferenceAttention:
     """`AttentionImplementation` that computes all columns of the page table, for any lengths; for tests."""
 
     def prepare(self, batch: ForwardBatch) -> ReferenceStep:
-        """Layers share nothing."""
         return ReferenceStep(batch)
 
 
@@ -68,10 +67,8 @@ def _gather_integers(kv: KVPages, scales: TokenScales, pages: torch.Tensor) -> t
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kv_len: int, options: AttentionOptions
 ) -> torch.Tensor:
-    """Attention of the last queries `[q, heads, head_dim]` of a sequence whose first `kv_len` slots are keys.
-
-    Keys and values are `[kv_heads, slots, head_dim]`, all float32; a query that sees no key gives 0.
-    """
+    """Attention of the last queries `[q, heads, head_dim]` of a sequence whose first `kv_len` slots are keys; 0 for a
+    query that sees no key. Keys and values are `[kv_heads, slots, head_dim]`, all float32."""
     heads, kv_heads, slots = queries.shape[1], keys.shape[0], keys.shape[1]
     positions = kv_len - queries.shape[0] + torch.arange(queries.shape[0], device=queries.device)[:, None]
     places = torch.arange(slots, device=queries.device)

@@ -33,11 +33,9 @@ def build_traced(
     parallel: TensorParallel = SINGLE,
 ) -> tuple[TracedTransformer, ReadWeight]:
     """Returns a model, or a rank's shard, without values, and the function that reads them, for its `load`. All ranks
-    must call it.
-
-    **Raises:** `ConfigError` if the model cannot be traced, differs from its config, or cannot be sharded; if a pass
-    finds too few places; or if the tiny twin differs from transformers. `CheckpointError` for tensors that do not fit.
-    """
+    must call it. Raises `ConfigError` if the model cannot be traced, differs from its config, or cannot be sharded, if
+    a pass finds too few places, or if the tiny twin differs from transformers; `CheckpointError` for tensors that do
+    not fit."""
     assert checkpoint.transformers_config is not None
     manager = PassManager(config.passes)
     dump = config.dump_graphs if parallel.rank == 0 else None

@@ -26,7 +26,6 @@ def write_graphs(program: Program, folder: Path, stage: str) -> None:
 
 
 def as_text(graph: fx.Graph) -> str:
-    """A line for each node: its name, shape, operation and arguments."""
     return "".join(f"{_line(node)}\n" for node in graph.nodes)
 
 

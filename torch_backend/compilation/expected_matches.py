@@ -1,8 +1,6 @@
-"""The minimum number of places that each pass must find in a model.
-
-It follows from modules and their names, and from which nodes of the graph depend on positions, but not from patterns.
-So a pass whose pattern no longer fits transformers' code is an error, instead of silently slower.
-"""
+"""The minimum number of places that each pass must find in a model. It follows from modules and their names, and from
+which nodes of the graph depend on positions, but not from patterns. So a pass whose pattern no longer fits
+transformers' code is an error, instead of silently slower."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class ExpectedMatches:
         attentions = list(_attentions(model))
         inner = [_children(module) for module in model.modules()]
         gated = [each for each in inner if _has_linears(each, _GATE_UP) or "gate_up_proj" in each]
-        plain = [each for each in model.modules() if _adds_what_blocks_give(each)]
+        plain = [each for each in model.modules() if _adds_block_outputs_directly(each)]
         rotated = [each for each in attentions if _layer(each) in positional and _rotates_whole_heads(each)]
         # Projections are directly followed by pages once writing pages includes the rotation.
         direct = rotated + [each for each in attentions if _layer(each) not in positional]
@@ -106,7 +104,7 @@ def _is_pre_norm_layer(children: dict[str, nn.Module]) -> bool:
     return all(name in children and _is_rms_norm(children[name]) for name in names)
 
 
-def _adds_what_blocks_give(layer: nn.Module) -> bool:
+def _adds_block_outputs_directly(layer: nn.Module) -> bool:
     """Whether its norms read sums of the residual stream and a block's output, without a norm or factor in between."""
     children = _children(layer)
     norms = sum(_is_rms_norm(each) for each in children.values())

@@ -79,7 +79,6 @@ def weight_of(node: object) -> Weight | None:
 
 
 def known_weight(node: object) -> Weight:
-    """The weight of a node that must read one."""
     found = weight_of(node)
     assert found is not None, f"{node} reads no weight"
     return found
@@ -103,7 +102,7 @@ def read_weight(graph: fx.Graph, weight: Weight) -> fx.Node:
 
 
 def concatenate(weights: list[Weight]) -> Weight:
-    """Concatenates weights along the first axis."""
+    """Along the first axis."""
     first = weights[0]
     rows = sum(weight.shape[0] for weight in weights)
     parts = tuple(part for weight in weights for part in weight.parts)
@@ -129,7 +128,6 @@ def move(graph: fx.Graph, device: torch.device) -> None:
 
 
 def step_of(graph: fx.Graph) -> fx.Node:
-    """The placeholder of the step."""
     first: fx.Node = next(iter(graph.nodes))
     return first
 

@@ -23,7 +23,7 @@ _EAGER = "eager"
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
-_SAYS_NOTHING_NEW = frozenset({"position_ids", "position_embeddings", "cache_position"})
+_REDUNDANT = frozenset({"position_ids", "position_embeddings", "cache_position"})
 """Further tensors that models pass to attention, and that causal attention does not need."""
 
 
@@ -35,10 +35,8 @@ def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Creates a `...ForCausalLM` with undefined parameters and correct buffers, whose attention is to be traced.
-
-    **Raises:** `ConfigError` for a config whose model cannot be served.
-    """
+    """Creates a `...ForCausalLM` with undefined parameters and correct buffers, whose attention is to be traced. Raises
+    `ConfigError` for a config whose model cannot be served."""
     _refuse(config)
     AttentionInterface.register(_TRACED, _traced_attention)
     with no_init_weights():
@@ -115,9 +113,11 @@ def _traced_attention(
         raise refused(kind, f"{where} has a custom mask")
     if "layer_idx" not in own:
         raise refused(kind, f"{where} has no layer_idx")
-    strange = [name for name, given in further.items() if _is_tensor(given) and name not in _SAYS_NOTHING_NEW]
-    if strange:
-        raise refused(kind, f"{where} has the arguments {', '.join(strange)}, which paged attention does not support")
+    unsupported = [name for name, given in further.items() if _is_tensor(given) and name not in _REDUNDANT]
+    if unsupported:
+        raise refused(
+            kind, f"{where} has the arguments {', '.join(unsupported)}, which paged attention does not support"
+        )
     if query.shape[-1] != value.shape[-1]:
         raise refused(
             kind, f"{where} has keys of size {query.shape[-1]} and values of size {value.shape[-1]}; they must be equal"

@@ -63,19 +63,15 @@ class PassCount:
 
 class PassManager:
     """Passes in order, of which `chosen` run. A pass is held to its minimum only if all passes before it run too.
-
-    No-ops are removed between passes, if that pass is chosen, so that each sees a clean graph.
-    """
+    No-ops are removed between passes, if that pass is chosen, so that each sees a clean graph."""
 
     def __init__(self, chosen: Collection[CompilePass], passes: Sequence[GraphPass] = PASSES) -> None:
         self._passes = [each for each in passes if each.name in chosen]
         self._cleans = CompilePass.NO_OPS in chosen
 
     def run(self, program: Program, expected: ExpectedMatches, dump: Path | None = None) -> tuple[PassCount, ...]:
-        """Rewrites `program`; its graphs before and after each pass are written to the folder `dump`.
-
-        **Raises:** `ConfigError` naming a pass that finds fewer places than the model implies.
-        """
+        """Rewrites `program`; its graphs before and after each pass are written to the folder `dump`. Raises
+        `ConfigError` naming a pass that finds fewer places than the model implies."""
         if dump is not None:
             write_graphs(program, dump, "00-traced")
         counts: list[PassCount] = []

@@ -1,9 +1,7 @@
-"""The shard of a transformers model on one of several ranks, by transformers' own plan of tensor parallelism.
-
-Linear layers are made smaller before the model is traced: `colwise` ones compute the rank's heads or columns, `rowwise`
-ones read these, and their outputs are marked to be summed over ranks. Each rank has rows of the head, whose logits are
-marked to be concatenated. Everything else, embeddings too, is whole on each rank.
-"""
+"""The shard of a transformers model on one of several ranks, by transformers' own plan of tensor parallelism. Linear
+layers are made smaller before the model is traced: `colwise` ones compute the rank's heads or columns, `rowwise` ones
+read these, and their outputs are marked to be summed over ranks. Each rank has rows of the head, whose logits are
+marked to be concatenated. Everything else, embeddings too, is whole on each rank."""
 
 from __future__ import annotations
 
@@ -39,11 +37,8 @@ class RankShard:
 
 
 def shard_model(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) -> RankShard:
-    """Reduces an empty model to a rank's shard.
-
-    **Raises:** `ConfigError` for a model without a plan of only `colwise` and `rowwise`, or with a layer that does not
-    divide.
-    """
+    """Reduces an empty model to a rank's shard. Raises `ConfigError` for a model without a plan of only `colwise` and
+    `rowwise`, or with a layer that does not divide."""
     cuts: dict[str, Cut] = {}
     marks = 0
     if shard.size == 1:

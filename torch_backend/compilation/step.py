@@ -55,7 +55,6 @@ class GraphStep:
         products: Sequence[Product],
         parallel: TensorParallel,
     ) -> GraphStep:
-        """Prepares what layers of a group share."""
         batches = [batch.of_group(group) for group in range(groups)]
         prepared = [attention.prepare(own) for own in batches]
         slots = [own.write_slots for own in batches]
@@ -93,7 +92,6 @@ def attend(
 
 
 def multiply(step: GraphStep, number: int, x: torch.Tensor) -> torch.Tensor:
-    """Computes the linear layer with this index."""
     return step.products[number](x)
 
 

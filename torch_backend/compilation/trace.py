@@ -37,10 +37,8 @@ _DEPENDS_ON_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException, D
 
 
 def trace(model: PreTrainedModel) -> Program:
-    """Returns the graphs of a model, for any number of tokens.
-
-    **Raises:** `ConfigError` naming the reason and the place if a model's code cannot be traced.
-    """
+    """Returns the graphs of a model, for any number of tokens. Raises `ConfigError` naming the reason and the place if
+    a model's code cannot be traced."""
     begin = time.perf_counter()
     kind = model.config.model_type
     parameters = dict(model.named_parameters())
@@ -134,7 +132,7 @@ def _cut(
     if len(marks) != 1:
         raise refused(kind, f"its body returns hidden states {len(marks)} times instead of once")
     (result,) = (node for node in traced.graph.nodes if node.op == "output")
-    behind = _depends_on(marks[0])
+    after_mark = _depends_on(marks[0])
     graphs = []
     for in_head in (False, True):
         graph = fx.Graph()
@@ -155,7 +153,7 @@ def _cut(
             copies[node] = _copy(traced, graph, node, copies, names, parameters, constants)
         graph.output(copies[end])
         graphs.append(graph)
-        assert in_head or not behind & copies.keys()
+        assert in_head or not after_mark & copies.keys()
     return Program(kind, dtype, graphs[0], graphs[1], constants)
 
 

@@ -39,10 +39,8 @@ ReadWeight = Callable[[Weight], torch.Tensor]
 
 
 class TracedTransformer:
-    """Built without values; `load` must be called before it runs. Each of several ranks has its shard.
-
-    **Arguments:** `config`: the model's config, which the graph's `sites` must agree with.
-    """
+    """A model that is built without values; `load` must be called before it runs. Each of several ranks has its shard.
+    The graph's `sites` must agree with `config`."""
 
     def __init__(
         self,
@@ -84,7 +82,6 @@ class TracedTransformer:
 
     @property
     def layers_with_sinks(self) -> tuple[int, ...]:
-        """Numbers of layers whose attention has sinks."""
         return tuple(number for number, site in sorted(self.program.sites.items()) if site.sinks is not None)
 
     def weight_bytes(self) -> int:
@@ -191,15 +188,13 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def check_sites(program: Program, config: ModelConfig, shard: ModelShard) -> None:
-    """Checks that the graph's attention agrees with the config's layers on this rank.
-
-    **Raises:** `ConfigError` naming the first layer in which they differ.
-    """
-    strange = sorted(program.sites.keys() - range(config.num_layers))
+    """Raises `ConfigError` naming the first layer in which the graph's attention on this rank differs from the
+    config."""
+    unknown = sorted(program.sites.keys() - range(config.num_layers))
     for number, layer in enumerate(config.layers):
         attention, site = layer.kv_attention, program.sites.get(number)
         assert attention is not None
-        if site is None or strange:
+        if site is None or unknown:
             raise refused(
                 program.model_type,
                 f"attention is computed in layers {sorted(program.sites)}, but the config has {config.num_layers}",

@@ -1,8 +1,6 @@
-"""The twin: a tiny random model with a config's structure, rewritten and compared with transformers' own results.
-
-With it, each start verifies on this machine, with its versions of transformers and torch, that a model's rewritten
-graph computes what transformers does: over pages, in chunks, token by token, and in steps that mix both.
-"""
+"""The twin: a tiny random model with a config's structure, rewritten and compared with transformers' own results. With
+it, each start verifies on this machine, with its versions of transformers and torch, that a model's rewritten graph
+computes what transformers does: over pages, in chunks, token by token, and in steps that mix both."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ def check_twin(
     values: Mapping[str, Any], manager: PassManager, dump: Path | None = None, parallel: TensorParallel = SINGLE
 ) -> None:
     """Compares the twin of a config of `values`, sharded over the ranks of `parallel`, whose sums are on the host, with
-    transformers. Its graphs are written to the folder `dump`.
-
-    **Raises:** `ConfigError` if the two differ, or if the twin cannot be created, traced or rewritten.
-    """
+    transformers. Its graphs are written to the folder `dump`. Raises `ConfigError` if the two differ, or if the twin
+    cannot be created, traced or rewritten."""
     begin = time.perf_counter()
     config = twin_config(values, parallel.size)
     eager = eager_model(config, torch.float32)
@@ -85,17 +81,19 @@ def twin_config(values: Mapping[str, Any], ranks: int = 1) -> PreTrainedConfig:
     else is the model's. It can be sharded over `ranks` if the model can."""
     whole = config_of(values)
     names = whole.attribute_map
-    had = under_usual_names(whole.to_dict(), names)
-    had_kv_heads = had.get("num_key_value_heads") or had["num_attention_heads"]
-    group = had["num_attention_heads"] // had_kv_heads
-    kv_heads = min(had_kv_heads, 2 * ranks)  # a single one would not show which queries read which keys
-    head_dim = had["hidden_size"] // had["num_attention_heads"] if _has_lists(had.get("rope_parameters")) else _HEAD_DIM
-    layers = _layers_of_each_kind(had)
+    full = under_usual_names(whole.to_dict(), names)
+    full_kv_heads = full.get("num_key_value_heads") or full["num_attention_heads"]
+    group = full["num_attention_heads"] // full_kv_heads
+    kv_heads = min(full_kv_heads, 2 * ranks)  # a single one would not show which queries read which keys
+    head_dim = (
+        full["hidden_size"] // full["num_attention_heads"] if _has_lists(full.get("rope_parameters")) else _HEAD_DIM
+    )
+    layers = _layers_of_each_kind(full)
     tiny: dict[str, Any] = {
         "hidden_size": kv_heads * group * head_dim,
         "num_hidden_layers": layers,
         "num_attention_heads": kv_heads * group,
-        "vocab_size": ranks * _VOCABULARY + had["vocab_size"] % ranks,
+        "vocab_size": ranks * _VOCABULARY + full["vocab_size"] % ranks,
     }
     optional = {
         "num_key_value_heads": kv_heads,
@@ -106,8 +104,8 @@ def twin_config(values: Mapping[str, Any], ranks: int = 1) -> PreTrainedConfig:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    tiny |= {name: new for name, new in optional.items() if had.get(name) is not None}
-    cut = {name: each[:layers] for name, each in values.items() if _is_by_layer(each, had["num_hidden_layers"])}
+    tiny |= {name: new for name, new in optional.items() if full.get(name) is not None}
+    cut = {name: each[:layers] for name, each in values.items() if _is_by_layer(each, full["num_hidden_layers"])}
     own = {names.get(name, name): new for name, new in tiny.items()}
     return config_of({**values, **cut, **own})
 
@@ -121,9 +119,9 @@ def _is_by_layer(value: object, layers: int) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == layers
 
 
-def _layers_of_each_kind(had: Mapping[str, Any]) -> int:
-    count: int = had["num_hidden_layers"]
-    kinds = list(zip(*(each for each in had.values() if _is_by_layer(each, count)), strict=True))
+def _layers_of_each_kind(full: Mapping[str, Any]) -> int:
+    count: int = full["num_hidden_layers"]
+    kinds = list(zip(*(each for each in full.values() if _is_by_layer(each, count)), strict=True))
     last = max((kinds.index(kind) for kind in kinds), default=0)
     return min(count, max(2, last + 1))
 

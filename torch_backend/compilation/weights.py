@@ -44,10 +44,8 @@ class CheckpointWeights:
 
     @classmethod
     def of(cls, model: PreTrainedModel, reader: TensorReader) -> CheckpointWeights:
-        """Finds every parameter of the model, with or without the prefix of its body, and reads saved buffers.
-
-        **Raises:** `CheckpointError` naming tensors that are missing, misshapen, or not in the model.
-        """
+        """Finds every parameter of the model, with or without the prefix of its body, and reads saved buffers. Raises
+        `CheckpointError` naming tensors that are missing, misshapen, or not in the model."""
         there = _under_present_names(model, reader.names())
         prefix = f"{model.base_model_prefix}."
         names, missing = {}, []
@@ -119,7 +117,6 @@ class RandomWeights:
         return cls({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, seed)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a parameter in float32."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), self.seed))
         noise = torch.randn(self.shapes[name], generator=generator)
         if noise.dim() > 1:

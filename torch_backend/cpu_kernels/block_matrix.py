@@ -95,7 +95,6 @@ class BlockProducts:
         return output
 
     def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
-        """The kernel of an encoding, compiled at first use."""
         key = encoding, gated
         if key not in self._launchers:
             kernel = block_product.build_block_product(self.compiler, encoding.bits, gated)
@@ -111,11 +110,8 @@ class BlockProducts:
 
 class BlockMatrix:
     """A matrix `[outputs, inputs]` of quantised values, with the bias of its product, for at most `LARGEST` rows of
-    bfloat16.
-
-    Weights are rounded to bfloat16 in registers, to the same bits as in the widened matrix; sums are float32, in an
-    order that does not depend on the number of rows.
-    """
+    bfloat16. Weights are rounded to bfloat16 in registers, to the same bits as in the widened matrix; sums are float32,
+    in an order that does not depend on the number of rows."""
 
     def __init__(self, products: BlockProducts, blocks: Stored, bias: torch.Tensor | None) -> None:
         self.encoding = blocks.encoding
@@ -127,7 +123,6 @@ class BlockMatrix:
 
     @property
     def bits(self) -> int:
-        """Bits of a quantised value."""
         return self.encoding.bits
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:

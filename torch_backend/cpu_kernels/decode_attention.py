@@ -1,8 +1,6 @@
-"""Attention of single queries over paged keys and values, with all query heads of a kv head at once.
-
-Keys are processed in blocks with an online softmax (Milakov and Gimelshein 2018), so that a thread's scratch memory
-does not grow with the length. A row's result does not depend on the other rows.
-"""
+"""Attention of single queries over paged keys and values, with all query heads of a kv head at once. Keys are processed
+in blocks with an online softmax (Milakov and Gimelshein 2018), so that a thread's scratch memory does not grow with the
+length. A row's result does not depend on the other rows."""
 
 from __future__ import annotations
 

@@ -17,9 +17,7 @@ from torch_backend.parallel import TensorParallel
 
 class CpuOperations:
     """Implements `torch_backend.operations.Operations` with compiled CPU kernels, for use by one thread at a time.
-
-    **Arguments:** `dtype`, bfloat16 or float32, of activations, weights and pages; `head_dims` of all layers, even.
-    """
+    `dtype`, bfloat16 or float32, of activations, weights and pages; `head_dims` of all layers, even."""
 
     def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, head_dims: Iterable[int]) -> None:
         width = dtype.itemsize
@@ -56,7 +54,6 @@ class CpuOperations:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: TensorParallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Operations`; writes the norm and the sum as `add_rms_norm` does."""
         return self.add_rms_norm(parallel.all_reduce(x), residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

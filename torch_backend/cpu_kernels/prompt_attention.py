@@ -34,10 +34,8 @@ from torch_backend.cpu_kernels.prompt_tiles import (
 FIELDS = "qqqqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, starts of sequences among the queries,
 sinks (or 0), items and scratch; slots of scratch; columns of the page table, kv heads, page size, window (or 0); scale,
-soft cap (or 0).
-
-Items are int32 `[items, 4]`: a sequence, a kv head, its first token in the sequence and the one past its last.
-"""
+soft cap (or 0). Items are int32 `[items, 4]`: a sequence, a kv head, its first token in the sequence and the one past
+its last."""
 
 KEYS = 64
 """Keys whose scores are in memory at once."""

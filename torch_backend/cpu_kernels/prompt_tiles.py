@@ -1,8 +1,6 @@
 """Attention of prompts: products of six rows with pairs of bfloat16 in float32 (`vdpbf16ps`), and the layouts for them.
-
 A product takes two adjacent values of a row at once. So keys are stored as `[head_dim / 2, KEYS]` pairs of adjacent
-values of a head, and values as `[KEYS / 2, head_dim]` pairs of adjacent keys.
-"""
+values of a head, and values as `[KEYS / 2, head_dim]` pairs of adjacent keys."""
 
 from __future__ import annotations
 
@@ -36,11 +34,8 @@ _HALF = ir.VectorType(ir.IntType(16), LANES)
 @intrinsic(prefer_literal=True)
 def multiply_rows(typing, vectors, adds, pairs, rows, stride, columns, column_stride, sums, sum_stride):
     """Writes the products of `ROWS` rows of bfloat16 and `16 * vectors` columns to float32 sums, or adds them if `adds`
-    is 1; `vectors` and `adds` are constants.
-
-    **Arguments:** `pairs` of values of a row; addresses and strides in bytes: of rows; of columns `[pairs, columns]`, a
-    pair each; of sums `[ROWS, columns]`.
-    """
+    is 1; `vectors` and `adds` are constants. `pairs` of values of a row; addresses and strides in bytes: of rows; of
+    columns `[pairs, columns]`, a pair each; of sums `[ROWS, columns]`."""
     if not (isinstance(vectors, types.IntegerLiteral) and isinstance(adds, types.IntegerLiteral)):
         return None
     width = vectors.literal_value

@@ -1,7 +1,5 @@
-"""Runs compiled kernels: small ones directly, large ones on the threads of torch's own operations.
-
-A kernel is a C function with one argument, a pointer to its arguments (see `sglang_jax.cpu_kernels.work`).
-"""
+"""Runs compiled kernels: small ones directly, large ones on the threads of torch's own operations. A kernel is a C
+function with one argument, a pointer to its arguments (see `sglang_jax.cpu_kernels.work`)."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ _Parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ui
 
 
 class Launcher:
-    """A compiled kernel with room for its arguments; to be used by one thread at a time.
-
-    **Arguments:** `fields`: the dtypes of the kernel's arguments, as in `struct`: `q` int64, `d` float64.
-    """
+    """A compiled kernel with room for its arguments; to be used by one thread at a time. `fields`: the dtypes of the
+    kernel's arguments, as in `struct`: `q` int64, `d` float64."""
 
     def __init__(self, kernel: CompiledKernel, fields: str) -> None:
         layout = struct.Struct("=qqq" + fields)
@@ -56,11 +52,9 @@ class Launcher:
 
 @functools.cache
 def openmp_parallel() -> Callable[..., Any] | None:
-    """`GOMP_parallel` of torch's OpenMP library, which calls a function in each thread of the team.
-
-    A separate team would not do: with more threads than cores, torch's threads sleep between operations. None if torch
-    uses another library; kernels then run on one thread, which is logged once.
-    """
+    """`GOMP_parallel` of torch's OpenMP library, which calls a function in each thread of the team. A separate team
+    would not do: with more threads than cores, torch's threads sleep between operations. None if torch uses another
+    library; kernels then run on one thread, which is logged once."""
     if torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
         try:

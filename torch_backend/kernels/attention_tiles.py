@@ -1,9 +1,7 @@
-"""Common parts of decode and extend attention: a block of queries over a run of a sequence's keys.
-
-The recurrence is that of FlashAttention (Dao et al. 2022; Dao 2023): tiles of keys one after the other, with the
-largest score and the sum of exponentials in addition to the weighted sum of values. Exponentials are powers of two,
-with the logarithm's base folded into the scale of the scores.
-"""
+"""Common parts of decode and extend attention: a block of queries over a run of a sequence's keys. The recurrence is
+that of FlashAttention (Dao et al. 2022; Dao 2023): tiles of keys one after the other, with the largest score and the
+sum of exponentials in addition to the weighted sum of values. Exponentials are powers of two, with the logarithm's base
+folded into the scale of the scores."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ _FIRST_CAPABILITY_WITH_FLOAT8 = 89
 
 def compute_type(queries: torch.dtype, pages: torch.dtype) -> torch.dtype:
     """The dtype in which queries, keys and softmax weights are multiplied, for given dtypes of queries and pages.
-
     float8 is widened to float16 even with bfloat16 queries: this is exact, one instruction for two numbers instead of
-    four, and leaves the softmax weights three more bits. Queries must then stay below 65504.
-    """
+    four, and leaves the softmax weights three more bits. Queries must then stay below 65504."""
     if pages == torch.float8_e4m3fn and queries == torch.bfloat16:
         return torch.float16
     return queries
@@ -85,21 +81,17 @@ def attend(
     KEYS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Adds the keys `first : last` of one sequence to a softmax in progress.
+    """Adds the keys `first : last` of one sequence to a softmax in progress. Returns `largest`, `total` and `weighted`.
 
-    **Arguments:**
     - `queries` `[M, WIDTH]` of dtype `COMPUTE`, 0 from `HEAD_DIM` on; `positions` int32 `[M]`.
     - `largest`, `total` float32 `[M]`, `weighted` float32 `[M, WIDTH]`: of the keys so far. They start as -inf, 0, 0.
-    - `first`: a multiple of `KEYS`.
-    - `pages`: the sequence's row of the page table. `keys`, `values`: of one kv head in page 0; pages are `page_stride`
-      elements apart.
+    - `first`: a multiple of `KEYS`. `pages`: the sequence's row of the page table.
+    - `keys`, `values`: of one kv head in page 0; pages are `page_stride` elements apart.
     - `key_scales`, `value_scales`: float32, a scale for each token of int8 pages, else None. Those of the kv head start
       at `scales_at` in page 0. With `key_scales`, queries are int8 too.
     - `score_scale`: of products of queries and keys, in units of log2(e), or divided by the `soft_cap` if there is one.
       With `key_scales` it is `[M]`, and `bias` `[M]` is added to scores before the cap.
     - `EDGES`: some query may not see some key of a tile, or a tile is not full. Without it, nothing is masked.
-
-    **Returns:** `largest`, `total` and `weighted` after these keys.
     """
     lanes = tl.arange(0, KEYS)
     dims = tl.arange(0, WIDTH)

@@ -12,12 +12,9 @@ _DEPENDENT_FROM_CAPABILITY, _DEPENDENT_FROM_TRITON = 90, (3, 7)
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Properties of a GPU that launchers use; tests without a GPU pass their own.
-
-    - `capability`: CUDA's compute capability, 90 for 9.0.
-    - `processors`: streaming multiprocessors, over which a launch spreads its programs.
-    - `dependent_launches`: whether small kernels start while the one before them ends (`kernels.dependent_launch`).
-    """
+    """Properties of a GPU that launchers use; tests without a GPU pass their own: CUDA's compute capability (90 for
+    9.0), the streaming multiprocessors over which a launch spreads its programs, and whether small kernels start while
+    the one before them ends (`kernels.dependent_launch`)."""
 
     capability: int
     processors: int

@@ -63,12 +63,8 @@ _MIN_SHARED_OF_PROCESSOR = 100 * 1024
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """How one program processes a split.
-
-    - `keys`: keys of a tile; a power of two that divides 64.
-    - `warps`, `stages`: Triton's.
-    - `programs`: concurrent programs on a multiprocessor.
-    """
+    """How one program processes a split: `keys` of a tile, a power of two that divides 64; Triton's `warps` and
+    `stages`; and concurrent `programs` on a multiprocessor."""
 
     keys: int
     warps: int
@@ -108,12 +104,9 @@ def splits_bound(kv_heads: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The splits of a step's decode rows, for layers with one window and number of kv heads.
-
-    - `items`: one per split.
-    - `finished`: int32 `[R, kv_heads]`, the splits attended so far in a layer; 0 between layers.
-    - `row_bound`: maximum splits of one row. `items.owners` has room for this many of each row.
-    """
+    """The splits of a step's decode rows, for layers with one window and number of kv heads: an item per split; the
+    splits attended so far in a layer, int32 `[R, kv_heads]`, 0 between layers; and maximum splits of one row.
+    `items.owners` has room for this many of each row."""
 
     items: WorkItems
     finished: torch.Tensor
@@ -122,10 +115,7 @@ class DecodePlan:
 
 
 def plan_decode(kv_lens: torch.Tensor, num_decode: int, longest: int, kv_heads: int, window: int | None) -> DecodePlan:
-    """Cuts the keys of the first `num_decode` rows into splits.
-
-    **Arguments:** `kv_lens` int32 `[R]`; `longest`: maximum length of a row.
-    """
+    """Cuts the keys of the first `num_decode` rows into splits. `kv_lens` int32 `[R]`; `longest`: maximum length."""
     row_bound = splits_bound(kv_heads)
     splits = min(row_bound, triton.cdiv(min(longest, (window or longest) + _ALIGNMENT.value), _SPLIT.value))
     items = WorkItems.allocate(num_decode, num_decode * splits, kv_lens.device)
@@ -147,13 +137,13 @@ def plan_decode(kv_lens: torch.Tensor, num_decode: int, longest: int, kv_heads: 
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Results of splits before they are merged: about 1/64 of the bytes of the keys and values read.
+    """Results of splits before they are merged: about 1/64 of the bytes of the keys and values read. All layers of a
+    step share them.
 
-    - `weighted`: float32 `[bound, heads, head_dim]`, the weighted sum of values.
+    - `weighted`: float32 `[bound, heads, head_dim]`, the weighted sum of values. The bound holds for any lengths of the
+      captured rows: 512 bytes for each row, split and head of 128 dimensions, so 134 MB for 256 rows of 8k tokens or
+      more and 32 heads.
     - `sums`: float32 `[2, bound, heads]`: the largest score in units of log2(e), and the sum of exponentials.
-
-    The bound holds for any lengths of the captured rows: 512 bytes for each row, split and head of 128 dimensions, so
-    134 MB for 256 rows of 8k tokens or more and 32 heads. All layers of a step share them.
     """
 
     weighted: torch.Tensor
@@ -161,7 +151,6 @@ class Partials:
 
     @classmethod
     def allocate(cls, plan: DecodePlan, queries: torch.Tensor) -> Partials:
-        """Allocates room for all splits of `plan` with `queries` `[T, heads, head_dim]`."""
         bound, heads = plan.items.owners.shape[0], queries.shape[1]
         weighted = torch.empty(bound, heads, queries.shape[2], dtype=torch.float32, device=queries.device)
         return cls(weighted, torch.empty(2, bound, heads, dtype=torch.float32, device=queries.device))
@@ -182,12 +171,11 @@ def decode_attention(
     output: torch.Tensor,
     chip: Chip,
 ) -> None:
-    """Computes attention of the rows of `plan`; writes the first tokens of `output`, one for each row.
+    """Computes attention of the rows of `plan`; writes the first tokens of `output`, one for each row. Raises
+    `ValueError` for options or shapes that the kernels do not support.
 
-    **Arguments:** `queries`, `output` `[T, heads, head_dim]`, contiguous; `page_table` int32 `[R, P]`; `kv_lens` int32
-    `[R]`: row i has token i, the last of its keys; without keys its output is 0.
-
-    **Raises:** `ValueError` for options or shapes that the kernels do not support.
+    `queries`, `output` `[T, heads, head_dim]`, contiguous; `page_table` int32 `[R, P]`; `kv_lens` int32 `[R]`: row i
+    has token i, the last of its keys; without keys its output is 0.
     """
     check_options(queries, kv.keys, options)
     if options.window != plan.window:
@@ -318,10 +306,8 @@ def decode_splits(
     COMPUTE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Attends with the `GROUP` queries of one kv head over one split after the other.
-
-    Heads change fastest over programs: concurrent programs read adjacent keys.
-    """
+    """Attends with the `GROUP` queries of one kv head over one split after the other. Heads change fastest over
+    programs: concurrent programs read adjacent keys."""
     lanes = tl.arange(0, GROUP_WIDTH)
     dims = tl.arange(0, WIDTH)
     wanted = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -435,10 +421,8 @@ def merge_splits(
     ROW_BOUND: tl.constexpr,
     HEADS_MERGED: tl.constexpr,
 ):
-    """Merges the splits `first : first + count` of the heads of `kv_head`, in order.
-
-    They are read past the L1 cache, which may hold the previous layer's.
-    """
+    """Merges the splits `first : first + count` of the heads of `kv_head`, in order. They are read past the L1 cache,
+    which may hold the previous layer's."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     # Zero, unknown to the compiler, which would otherwise compute all offsets ahead and hold them through a split's
     # tiles.

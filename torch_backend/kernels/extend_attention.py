@@ -4,8 +4,8 @@ The tokens of a sequence are cut into blocks; one program attends with one block
 rows of a matrix product (tokens times heads). Compared to one head at a time, this reads as much, but a block has fewer
 tokens: short chunks fill it, and less is computed above the diagonal only to be masked.
 
-The keys of a sequence are cut into splits at fixed positions. Each split is attended separately, and the splits of a
-query are merged in order. Two ways to do so give the same bits:
+The keys of a sequence are cut into splits, which are attended separately and merged in order. Two ways to do so give
+the same bits:
 
 - `extend_blocks`: one program processes all splits of a block. Within a split it first takes the keys that all queries
   of the block see, without a mask, then the rest with one. Keys before the window are skipped.
@@ -36,10 +36,9 @@ _MERGED_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Softmaxes in progress, which the layers of a step use one after the other.
-
-    - `weighted`: float32 `[n, width]`, the weighted sum of values; `width`: the head size rounded up to a power of two.
-    - `others`: float32 `[2, n]`: the largest score in units of log2(e), and the sum of exponentials.
+    """Softmaxes in progress, which the layers of a step use one after the other: `weighted` float32 `[n, width]`, the
+    weighted sum of values, with the head size rounded up to a power of two; `others` float32 `[2, n]`, the largest
+    score in units of log2(e), and the sum of exponentials.
 
     n is the rows of all blocks, whose programs keep their sums here between two splits; or the rows of every split, at
     most 256 MiB, if splits are separate work items.
@@ -50,7 +49,7 @@ class Sums:
 
     @classmethod
     def allocate(cls, plan: ExtendPlan, device: torch.device) -> Sums:
-        """Allocates room for the sums of `plan`; empty if no sequence has a second split."""
+        """Empty if no sequence has a second split."""
         shape = cls._shape(plan)
         weighted = torch.empty(shape, dtype=torch.float32, device=device)
         return cls(weighted, torch.empty(2, shape[0], dtype=torch.float32, device=device))
@@ -86,13 +85,12 @@ def extend_attention(
     output: torch.Tensor,
     chip: Chip,
 ) -> None:
-    """Computes attention of the tokens of all sequences from `num_decode` on; writes those tokens of `output`.
+    """Computes attention of the tokens of all sequences from `num_decode` on; writes those tokens of `output`. Raises
+    `ValueError` for options or shapes that the kernels do not support, or that differ from those of `plan`.
 
-    **Arguments:** `queries`, `output` `[T, heads, head_dim]`, contiguous; `page_table` int32 `[R, P]`; `kv_lens` int32
-    `[R]`; `query_starts` int32 `[R + 1]`: the tokens of a sequence are the last ones of its keys. Tokens of a sequence
-    of length 0 are padding, with output 0.
-
-    **Raises:** `ValueError` for options or shapes that the kernels do not support, or that differ from those of `plan`.
+    `queries`, `output` `[T, heads, head_dim]`, contiguous; `page_table` int32 `[R, P]`; `kv_lens` int32 `[R]`;
+    `query_starts` int32 `[R + 1]`: the tokens of a sequence are the last ones of its keys. Tokens of a sequence of
+    length 0 are padding, with output 0.
     """
     check_options(queries, kv.keys, options)
     form, tile = form_of(queries, kv, options, chip), plan.form.tile

@@ -23,12 +23,8 @@ _MAX_PARTIAL_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ExtendTile:
-    """How one program processes its keys.
-
-    - `rows`: rows of queries, tokens times heads of a kv head; a power of two.
-    - `keys`: keys of a tile, a power of two.
-    - `warps`, `stages`: Triton's.
-    """
+    """How one program processes its keys: `rows` of queries, tokens times heads of a kv head, and `keys` of a tile,
+    both powers of two; Triton's `warps` and `stages`."""
 
     rows: int
     keys: int
@@ -66,11 +62,8 @@ def extend_tile(head_dim: int, pages: torch.dtype, chip: Chip, values: torch.dty
 
 @dataclass(frozen=True, slots=True)
 class ExtendForm:
-    """Properties of a layer on which the partition depends.
-
-    - `kv_heads`, `group`, `head_dim`: its heads. `window`: as in `AttentionOptions`.
-    - `tile`: of its programs.
-    """
+    """Properties of a layer on which the partition depends. `window`: as in `AttentionOptions`; `tile`: of its
+    programs."""
 
     kv_heads: int
     group: int
@@ -80,7 +73,6 @@ class ExtendForm:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a block."""
         return self.tile.tokens(self.group)
 
 
@@ -109,11 +101,8 @@ def plan_extend(
     form: ExtendForm,
     chip: Chip,
 ) -> ExtendPlan:
-    """Cuts the sequences from `num_decode` on into blocks, and their keys into splits.
-
-    **Arguments:** `query_starts` int32 `[R + 1]`, `kv_lens` int32 `[R]`; `num_tokens`: of all; `longest`: maximum
-    length.
-    """
+    """Cuts the sequences from `num_decode` on into blocks, and their keys into splits. `query_starts` int32 `[R + 1]`,
+    `kv_lens` int32 `[R]`; `num_tokens`: of all; `longest`: maximum length."""
     rows = query_starts.shape[0] - 1 - num_decode
     # Every block is full except the last one of each sequence.
     bound = (num_tokens - num_decode) // form.tokens + rows
@@ -123,7 +112,7 @@ def plan_extend(
     plan_blocks[(rows,)](
         blocks.starts, blocks.owners, query_starts, rows, num_decode, TOKENS=form.tokens, BLOCK=128, num_warps=1
     )
-    if most > 1 and _pays(bound, most, form, chip):
+    if most > 1 and _splitting_pays(bound, most, form, chip):
         splits = WorkItems.allocate(rows, bound * most, query_starts.device)
         plan_block_splits[(rows,)](
             splits.starts,
@@ -147,11 +136,11 @@ def _most_splits(longest: int, num_tokens: int, window: int | None) -> int:
     return most if window is None else min(most, -(-(num_tokens + window) // SPLIT) + 1)
 
 
-def _pays(blocks: int, splits: int, form: ExtendForm, chip: Chip) -> bool:
+def _splitting_pays(blocks: int, splits: int, form: ExtendForm, chip: Chip) -> bool:
     """Whether blocks use at most half of the chip, and the splits' sums fit. Results are the same bits either way."""
     programs = blocks * form.kv_heads
-    handed_over = 4 * programs * splits * form.tile.rows * triton.next_power_of_2(form.head_dim)
-    return 2 * programs <= chip.processors and handed_over <= _MAX_PARTIAL_BYTES
+    sum_bytes = 4 * programs * splits * form.tile.rows * triton.next_power_of_2(form.head_dim)
+    return 2 * programs <= chip.processors and sum_bytes <= _MAX_PARTIAL_BYTES
 
 
 @triton.jit

@@ -1,7 +1,5 @@
-"""Float8 numbers (e4m3 without infinities, Micikevicius et al. 2022, "FP8 formats for deep learning") as bytes.
-
-Triton supports the type from compute capability 8.9 on. Integers work on every chip, with the same bits on all.
-"""
+"""Float8 numbers (e4m3 without infinities, Micikevicius et al. 2022, "FP8 formats for deep learning") as bytes. Triton
+supports the type from compute capability 8.9 on. Integers work on every chip, with the same bits on all."""
 
 from __future__ import annotations
 

@@ -33,14 +33,12 @@ def _gated_kernel(gate_up, out, intermediate, ACTIVATION: tl.constexpr, BLOCK: t
 
 def silu_mul(gate_up: torch.Tensor, dependent: bool = False) -> torch.Tensor:
     """`silu(gate) * up` of a contiguous `[T, 2 * intermediate]`, gate first: `[T, intermediate]`, in its dtype.
-
-    **Arguments:** `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`).
-    """
+    `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`)."""
     return _gated(gate_up, Activation.SILU, dependent)
 
 
 def gelu_mul(gate_up: torch.Tensor, dependent: bool = False) -> torch.Tensor:
-    """`gelu(gate) * up` of a contiguous `[T, 2 * intermediate]`, gate first: `[T, intermediate]`, in its dtype."""
+    """The same with `gelu(gate)`."""
     return _gated(gate_up, Activation.GELU_TANH, dependent)
 
 

@@ -1,7 +1,5 @@
-"""Products of int8 with int8: inputs are rounded with a scale per token, and sums are integers.
-
-Integer sums are exact in any order: a row's result is the same, bit for bit, for any number of rows.
-"""
+"""Products of int8 with int8: inputs are rounded with a scale per token, and sums are integers, exact in any order: a
+row's result is the same, bit for bit, for any number of rows."""
 
 from __future__ import annotations
 
@@ -48,10 +46,7 @@ def integer_product(
 def round_tokens(x: torch.Tensor, room: int, dependent: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds a contiguous `x [T, inputs]` to int8 `[room, inputs]`, undefined after row T, with a scale per token,
     float32 `[T]`: its largest magnitude over 127. Rounds to nearest, ties to even. A token of zeros has scale 0; one
-    with a value that is not finite has zeros and scale NaN.
-
-    **Arguments:** `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`).
-    """
+    with a value that is not finite has zeros and scale NaN. `dependent`: see `kernels.dependent_launch`."""
     rows, inputs = x.shape
     rounded = torch.empty((room, inputs), dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)

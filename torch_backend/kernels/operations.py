@@ -13,12 +13,8 @@ from torch_backend.parallel import TensorParallel
 
 
 class TritonOperations:
-    """Implements `torch_backend.operations.Operations` with one kernel launch per call.
-
-    No tensor is read on the host, so all of it can be captured in a CUDA graph.
-
-    **Arguments:** `dependent`: kernels start while those before them end (`Chip.dependent_launches`).
-    """
+    """Implements `torch_backend.operations.Operations` with one kernel launch per call. No tensor is read on the host,
+    so all of it can be captured in a CUDA graph. `dependent`: see `Chip.dependent_launches`."""
 
     def __init__(self, dependent: bool = False) -> None:
         self._dependent = dependent
@@ -35,7 +31,6 @@ class TritonOperations:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: TensorParallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Operations`: an all-reduce, then one launch."""
         return self.add_rms_norm(parallel.all_reduce(x), residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

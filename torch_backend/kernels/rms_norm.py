@@ -42,9 +42,7 @@ def _add_rms_norm_kernel(x, residual, weight, hidden, eps, BLOCK: tl.constexpr, 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dependent: bool = False) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis of a contiguous `[T, hidden]`, in the dtype of `x`.
-
-    **Arguments:** `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`).
-    """
+    `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`)."""
     out = torch.empty_like(x)
     rows, hidden = _rows_and_hidden(x, weight)
     if rows:

@@ -158,15 +158,12 @@ def rotate_and_write(
     write_slots: torch.Tensor,
     dependent: bool = False,
 ) -> torch.Tensor:
-    """Normalises (with `norms`) and rotates queries and keys, and stores keys and values in their slots.
+    """Normalises (with `norms`) and rotates queries and keys, and stores keys and values in their slots. Returns
+    queries `[T, heads, head_dim]`, contiguous. Results are rounded once, from float32; float8 saturates. int8 is stored
+    with a scale for each token and head.
 
-    Results are rounded once, from float32; float8 saturates. int8 is stored with a scale for each token and head.
-
-    **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`, contiguous: all queries, all keys, all values of each
-    token; `write_slots` int64 `[T]`; `dependent`: the kernel starts while the one before it ends
-    (`kernels.dependent_launch`).
-
-    **Returns:** queries `[T, heads, head_dim]`, contiguous.
+    `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`, contiguous: all queries, all keys, all values of each token;
+    `write_slots` int64 `[T]`; `dependent`: see `kernels.dependent_launch`.
     """
     _, kv_heads, page_size, head_dim = kv.keys.shape
     tokens = qkv.shape[0]

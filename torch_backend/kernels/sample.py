@@ -3,9 +3,8 @@
 First, the greedy token of each row is found and, for a row that samples, the largest distance to its maximum that the
 filters keep (`sample_filters`). Then programs that share a row sample among the kept tokens, and the best of their
 candidates is taken. Work that a row does not need is skipped on the device; nothing is read on the host, so all of it
-can be captured in a CUDA graph.
-
-It samples the same tokens as `sglang_jax.jax_runner.sampler`, except where rounding decides.
+can be captured in a CUDA graph. It samples the same tokens as `sglang_jax.jax_runner.sampler`, except where rounding
+decides.
 """
 
 from __future__ import annotations
@@ -105,9 +104,7 @@ def _best_kernel(kept_distances, scores, candidates, vocab, tokens, PARTS: tl.co
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row, the first of equals: int32 `[n]`; -1 for an invalid row (see `sample`).
-
-    **Arguments:** `logits` float32 `[n, vocab]`, tokens adjacent in memory.
-    """
+    `logits` float32 `[n, vocab]`, tokens adjacent in memory."""
     _check_logits(logits)
     return greedy_tokens(logits)
 
@@ -129,8 +126,6 @@ def sample(
     the lowest wins. The noise comes from Threefry-2x32 keyed by the seed, counted by (position, token), so that a row's
     token is batch-invariant: it does not depend on other rows or its place in the batch. A row with a logit that is NaN
     or +infinity, or without a finite one, is invalid and gives -1; -infinity is a token that cannot be sampled.
-
-    **Arguments:**
 
     - `logits`: float32 `[n, vocab]`, after biases and penalties; tokens adjacent in memory.
     - `temperature`, `top_p`, `min_p`: float32 `[n]`; 1 and 0 disable the last two.

@@ -215,10 +215,8 @@ def _least_distance(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The smallest distance, between the bits `low` and `high`, that contains `wanted` tokens, or with WEIGHTED this
-    much probability; `high` contains enough. `logits`: `length` of them, in any order.
-
-    Each pass tries LIMITS distances and narrows the interval to one between two of them, then to distances that occur.
-    """
+    much probability; `high` contains enough. `logits`: `length` of them, in any order. Each pass tries LIMITS distances
+    and narrows the interval to one between two of them, then to distances that occur."""
     # Tokens are the second axis, limits the first: a pass compares each distance with all limits in registers.
     lanes = tl.arange(0, BLOCK)[None, :]
     ways = tl.arange(0, LIMITS)[:, None]
@@ -288,7 +286,6 @@ def _cut(
     logits, vocab, largest, least_logits, temperature, top_ks, top_ps, counts, masses, gathered, PARTS: tl.constexpr,
     LIMITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest distance of a row that top-k and top-p keep."""
     row = tl.program_id(0)
     kept = tl.full([], float("inf"), tl.float32)
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
@@ -319,14 +316,9 @@ def _cut(
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """The tokens that the filters keep, for each of n rows.
-
-    - `greedy`: int32 `[n]`, the first most likely token; -1 for a row with a NaN or +infinity, or without a finite
-      logit.
-    - `largest`: float32 `[n]`, its logit.
-    - `distances`: float32 `[n]`: kept tokens have a logit, over the temperature, at most this far below the largest. -1
-      for a row that does not sample: greedy or invalid.
-    """
+    """The tokens that the filters keep, for each of n rows: the first most likely token, int32, -1 for a row with a NaN
+    or +infinity, or without a finite logit; its logit, float32; and float32 `distances`: kept tokens have a logit, over
+    the temperature, at most this far below the largest, -1 for a row that does not sample: greedy or invalid."""
 
     greedy: torch.Tensor
     largest: torch.Tensor
@@ -367,11 +359,11 @@ def kept_tokens(
         counts = logits.new_empty((2, rows, parts, _LIMITS), dtype=torch.int32)
         masses = logits.new_empty((2, rows, parts, _LIMITS), dtype=torch.int64)
         gathered = logits.new_empty((rows, _CAPACITY))
-        given = (logits, logits.stride(0), vocab, *survey, temperature, top_k, top_p, counts, masses)
+        common = (logits, logits.stride(0), vocab, *survey, temperature, top_k, top_p, counts, masses)
         sizes = {"PARTS": parts, "LIMITS": _LIMITS, "CAPACITY": _CAPACITY}
-        _amounts_kernel[(rows, parts)](*given, **sizes, BLOCK=_BLOCK, num_warps=8)
-        _finer_amounts_kernel[(rows, parts)](*given, **sizes, BLOCK=_BLOCK, num_warps=8)
-        _gather_kernel[(rows, parts)](*given, gathered, **sizes, BLOCK=_BLOCK)
+        _amounts_kernel[(rows, parts)](*common, **sizes, BLOCK=_BLOCK, num_warps=8)
+        _finer_amounts_kernel[(rows, parts)](*common, **sizes, BLOCK=_BLOCK, num_warps=8)
+        _gather_kernel[(rows, parts)](*common, gathered, **sizes, BLOCK=_BLOCK)
     _settle_kernel[(rows,)](
         logits, logits.stride(0), vocab, *survey, temperature, top_k, top_p, min_p, counts, masses, gathered,
         kept.greedy, kept.largest, kept.distances,

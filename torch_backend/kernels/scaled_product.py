@@ -69,7 +69,7 @@ def product_tile(rows: int, chip: Chip) -> ProductTile:
     return ProductTile(128, 128, 8, 3 if chip.capability in _WIDE_SHARED else 2)
 
 
-def most_rows(values: torch.dtype, chip: Chip) -> int:
+def max_rows(values: torch.dtype, chip: Chip) -> int:
     """Maximum rows of a step for which the kernel should be faster than a product with values widened first."""
     as_bytes = values == torch.float8_e4m3fn and not has_float8(chip)
     return _MAX_ROWS_OF_BYTES if as_bytes else _MAX_ROWS
@@ -96,10 +96,8 @@ def scaled_product(
 ) -> torch.Tensor:
     """Multiplies `x [T, inputs]`, bfloat16 or float16, by `values [outputs, inputs]`, int8 or float8 (e4m3): `[T,
     outputs]`, in the dtype of x. Sums are float32, multiplied by `scales`, float32 `[outputs]`; `bias [outputs]` is
-    added and the result rounded once. All are contiguous. float8 values must not be NaN.
-
-    **Raises:** `ValueError` for other shapes and dtypes.
-    """
+    added and the result rounded once. All are contiguous. float8 values must not be NaN. Raises `ValueError` for other
+    shapes and dtypes."""
     rows, inputs = x.shape
     outputs = values.shape[0]
     if values.shape[1] != inputs or scales.shape != (outputs,) or not (x.is_contiguous() and values.is_contiguous()):
@@ -205,10 +203,8 @@ def multiply_tiles(
     DEPENDENT: tl.constexpr,
 ):
     """Computes a tile of the product `[rows, outputs]`, or with `SPLIT` of a split's sums, `[splits, rows, outputs]`. x
-    is of dtype `COMPUTE`, or int8 with `of_tokens`.
-
-    Tiles of rows change fastest over programs: concurrent programs read the same values.
-    """
+    is of dtype `COMPUTE`, or int8 with `of_tokens`. Tiles of rows change fastest over programs: concurrent programs
+    read the same values."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(2)

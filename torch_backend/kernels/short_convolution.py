@@ -1,4 +1,4 @@
-"""Depthwise convolutions over the last few tokens, with inputs that are kept between steps.
+"""Depthwise convolutions over the last few tokens, with inputs that are kept between steps:
 
     out[t] = bias + sum over i < width of weight[i] x[t - width + 1 + i]
 

@@ -55,11 +55,8 @@ class ChunkTile:
 
 @dataclass(frozen=True, slots=True)
 class ChunkMatrices:
-    """Matrices of each block and head that do not depend on the state, by token: float32 `[T, heads, tile.tokens]`.
-
-    - `scores`: `D * Q K^T`.
-    - `inverses`: of a delta rule, `(I + A)^-1`.
-    """
+    """Matrices of each block and head that do not depend on the state, by token, float32 `[T, heads, tile.tokens]`:
+    `scores`, `D * Q K^T`; and `inverses`, of a delta rule, `(I + A)^-1`."""
 
     scores: torch.Tensor
     inverses: torch.Tensor | None
@@ -74,7 +71,6 @@ class ChunkMatrices:
         return cls(scores, inverses[0] if inverses else None)
 
     def fits(self, inputs: ScanInputs, tile: ChunkTile) -> bool:
-        """Whether they have the size for a layer."""
         same_size = self.scores.shape == (*inputs.decays.shape, tile.tokens)
         return same_size and (self.inverses is None) == (inputs.rates is None)
 
@@ -159,11 +155,9 @@ def relate_tokens(
 
 @triton.jit
 def _inverse(system, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """The inverse of the identity plus a strictly lower triangular matrix `[BLOCK, BLOCK]`.
-
-    The inverse of a triangular matrix has on its diagonal the inverses X and Y of its two diagonal blocks, and -Y B X
-    below, where B is the block below. All pairs are computed at once, from size 1 on.
-    """
+    """The inverse of the identity plus a strictly lower triangular matrix `[BLOCK, BLOCK]`. The inverse of a triangular
+    matrix has on its diagonal the inverses X and Y of its two diagonal blocks, and -Y B X below, where B is the block
+    below. All pairs are computed at once, from size 1 on."""
     places = tl.arange(0, BLOCK)
     line, column = places[:, None], places[None, :]
     inverse = tl.where(line == column, 1.0, tl.where(line // 2 == column // 2, -system, 0.0))
@@ -273,10 +267,8 @@ def scan_chunks(
     matrices: ChunkMatrices,
     tile: ChunkTile,
 ) -> None:
-    """Computes the tokens after the decode rows: see `StepStates`. Writes their part of `outputs`.
-
-    **Arguments:** `blocks` from `plan_chunks`; `matrices` are overwritten.
-    """
+    """Computes the tokens after the decode rows: see `StepStates`. Writes their part of `outputs`. `blocks`: from
+    `plan_chunks`; `matrices`: overwritten."""
     check_inputs(inputs, pool)
     if not matrices.fits(inputs, tile):
         raise ValueError(f"matrices are {list(matrices.scores.shape)}, not of {list(inputs.decays.shape)} and {tile}")

@@ -110,7 +110,7 @@ def scan_rows(inputs: ScanInputs, pool: torch.Tensor, rows: StateRows, outputs: 
 
 
 def check_inputs(inputs: ScanInputs, pool: torch.Tensor) -> None:
-    """**Raises:** `ValueError` for inputs that the kernels do not support."""
+    """Raises `ValueError` for inputs that the kernels do not support."""
     tokens, groups, _ = inputs.keys.shape
     _, heads, key_dim, value_dim = pool.shape
     wanted = {

@@ -11,11 +11,9 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class WorkItems:
-    """Items of R sequences, those of one sequence consecutive.
-
-    - `starts`: int32 `[R + 1]`; sequence s has the items `starts[s] : starts[s + 1]`, the last entry is their number.
-    - `owners`: int32 `[bound]`, the sequence of each item; undefined after the last item.
-    """
+    """Items of R sequences, those of one sequence consecutive: `starts` int32 `[R + 1]`, sequence s has the items
+    `starts[s] : starts[s + 1]`, the last entry is their number; `owners` int32 `[bound]`, the sequence of each item,
+    undefined after the last one."""
 
     starts: torch.Tensor
     owners: torch.Tensor

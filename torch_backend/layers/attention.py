@@ -18,10 +18,8 @@ from torch_backend.operations import HeadNorms
 
 
 class Attention(Loadable):
-    """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection.
-
-    The fused projection returns all queries, all keys, all values.
-    """
+    """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection. The
+    fused projection returns all queries, all keys, all values."""
 
     def __init__(self, config: AttentionConfig, options: PartOptions) -> None:
         super().__init__()

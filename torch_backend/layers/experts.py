@@ -130,10 +130,8 @@ class Experts(Loadable):
 
     def _in_tiles(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Computes the rows of one expert after the other in tiles, so that each chosen expert is read once per tile.
-
         Tiles have the same number of rows for any choice, so that no row's sum depends on it. The last rows of a tile
-        may belong to the next expert, whose own tile then overwrites them.
-        """
+        may belong to the next expert, whose own tile then overwrites them."""
         rows = len(x)
         tile = _tile_of(rows / len(self.router))
         x = functional.pad(x, (0, 0, 0, tile))
@@ -232,10 +230,8 @@ def _tile_of(rows: float) -> int:
 def choose_experts(
     config: ExpertsConfig, logits: torch.Tensor, correction: torch.Tensor | None, padding: torch.Tensor
 ) -> ExpertChoice:
-    """Chooses the experts of each token by the router's logits float32 `[T, experts]`.
-
-    **Arguments:** `correction`: float32 `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`.
-    """
+    """Chooses the experts of each token by the router's logits float32 `[T, experts]`. `correction`: float32
+    `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`."""
     match config.scores:
         case ExpertScores.SOFTMAX:
             scores = logits.softmax(-1)

@@ -31,10 +31,8 @@ CLASSES: Mapping[type, Callable[[Any, PartOptions], LayerPart]] = {
 
 
 def build_part(config: object, options: PartOptions, layer: int) -> LayerPart:
-    """Builds a rank's part of a config, without values; see `LayerPart`.
-
-    **Raises:** `ConfigError` naming the layer, if this backend does not support the config.
-    """
+    """Builds a rank's part of a config, without values. Raises `ConfigError` naming the layer, if this backend does not
+    support the config."""
     build = CLASSES.get(type(config))
     if build is None:
         kind = type(config).__name__.removesuffix("Config")

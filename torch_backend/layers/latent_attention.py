@@ -16,10 +16,8 @@ from torch_backend.native_operations import rotate
 
 
 class LatentAttention(Loadable):
-    """Projections to latent vectors, cache write, attention, values, output projection.
-
-    Every rank has all latent vectors, and queries, keys and values of its heads.
-    """
+    """Projections to latent vectors, cache write, attention, values, output projection. Every rank has all latent
+    vectors, and queries, keys and values of its heads."""
 
     def __init__(self, config: LatentAttentionConfig, options: PartOptions) -> None:
         super().__init__()
@@ -54,13 +52,13 @@ class LatentAttention(Loadable):
         of_queries, latent, key = self.down(x).split(self._sizes, dim=-1)
         of_queries = x if self.query_latent_norm is None else self.query_latent_norm(of_queries.contiguous())
         tokens, heads = len(x), self._heads
-        plain, turning = self.query(of_queries).split([heads * config.key_dim, heads * config.rotary_dim], dim=-1)
-        together = torch.cat((turning.reshape(tokens, heads, -1), key[:, None]), dim=1)
-        turned = rotate(together.to(torch.float32, copy=True), own.rotation).to(x.dtype)
-        rows = torch.cat((self.latent_norm(latent.contiguous()), turned[:, heads]), dim=-1)
+        plain, to_rotate = self.query(of_queries).split([heads * config.key_dim, heads * config.rotary_dim], dim=-1)
+        together = torch.cat((to_rotate.reshape(tokens, heads, -1), key[:, None]), dim=1)
+        rotated = rotate(together.to(torch.float32, copy=True), own.rotation).to(x.dtype)
+        rows = torch.cat((self.latent_norm(latent.contiguous()), rotated[:, heads]), dim=-1)
         slots = (own.write_slots // kv.page_size, own.write_slots % kv.page_size)
         kv.keys.transpose(1, 2).index_put_(slots, rows[:, None].to(kv.keys.dtype))
-        queries = torch.cat((plain.reshape(tokens, heads, -1), turned[:, :heads]), dim=-1)
+        queries = torch.cat((plain.reshape(tokens, heads, -1), rotated[:, :heads]), dim=-1)
         attended = own.attention(queries, kv, self._attention_options())
         output: torch.Tensor = self.output(attended.reshape(tokens, -1))
         return output

@@ -16,10 +16,8 @@ from torch_backend.layers.part import PartOptions
 
 
 class Linear(nn.Module):
-    """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias.
-
-    `parts`: matrices that multiply the same input, concatenated along the outputs.
-    """
+    """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias. `parts`: matrices that multiply the same input,
+    concatenated along the outputs."""
 
     def __init__(
         self, inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool = False

@@ -65,15 +65,12 @@ class ScaledMatrix(Loadable):
         self._product = product_for(self.encoding, tuple(self.values.shape), device, dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [T, inputs]` → `[T, outputs]`."""
         return self._product(x, self.values, self.scales, self.bias)
 
 
 class TwoFormMatrix(PlainMatrix):
-    """The same matrix twice: plain values, and a checkpoint's quantised blocks for steps with few rows.
-
-    Blocks are loaded as stored: values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`.
-    """
+    """The same matrix twice: plain values, and a checkpoint's quantised blocks for steps with few rows, loaded as
+    stored: values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`."""
 
     def __init__(
         self,

@@ -40,36 +40,33 @@ class MatrixBySize:
         self.limit = 0
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product by the form for this number of rows."""
         return self.small_batch(x) if len(x) <= self.limit else self.large_batch(x)
 
 
 def set_limits(products: Iterable[MatrixBySize]) -> dict[MatrixShape, int]:
-    """Measures which form is faster for each shape, sets the limits of the products, and returns them.
-
-    The processor time of one thread is measured, on which other processes have little influence; with all threads on a
-    loaded machine, a call would wait for threads that are not running. Several threads share the memory bandwidth,
-    which favours the smaller form more than is measured here.
-    """
+    """Measures which form is faster for each shape, sets the limits of the products, and returns them. The processor
+    time of one thread is measured, on which other processes have little influence; with all threads on a loaded
+    machine, a call would wait for threads that are not running. Several threads share the memory bandwidth, which
+    favours the smaller form more than is measured here."""
     by_form: dict[MatrixShape, list[MatrixBySize]] = defaultdict(list)
     for product in products:
         by_form[product.form].append(product)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        limits = {form: _limit(alike) for form, alike in by_form.items()}
+        limits = {form: _limit(group) for form, group in by_form.items()}
     finally:
         torch.set_num_threads(threads)
-    for form, alike in by_form.items():
-        for product in alike:
+    for form, group in by_form.items():
+        for product in group:
             product.limit = limits[form]
     return limits
 
 
-def _limit(alike: list[MatrixBySize]) -> int:
+def _limit(group: list[MatrixBySize]) -> int:
     """The largest number of rows tried up to which `small_batch` is faster by more than the error of measurement."""
-    form, dtype = alike[0].form, alike[0].dtype
-    tried = alike[: max(1, _BYTES_TRIED // (form.outputs * form.inputs * dtype.itemsize))]
+    form, dtype = group[0].form, group[0].dtype
+    tried = group[: max(1, _BYTES_TRIED // (form.outputs * form.inputs * dtype.itemsize))]
     limit = 0
     for rows in ROWS_TRIED:
         x = torch.ones((rows, form.inputs), dtype=dtype)
@@ -84,7 +81,6 @@ def _limit(alike: list[MatrixBySize]) -> int:
 
 
 def _seconds(multiply: Product, x: torch.Tensor) -> float:
-    """Processor time of one call."""
     start = time.thread_time()
     multiply(x)
     return time.thread_time() - start

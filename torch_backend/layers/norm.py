@@ -24,7 +24,6 @@ class Norm(Loadable):
         self._operations = operations
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalises `x [T, hidden]`."""
         if self._kind is NormKind.RMS:
             return self._operations.rms_norm(x, self.weight, self.eps)
         return functional.layer_norm(x.float(), self.weight.shape, self.weight.float(), None, self.eps).to(x.dtype)

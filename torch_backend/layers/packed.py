@@ -1,8 +1,6 @@
-"""Matrices in the layout of oneDNN's CPU kernels, with operations fused after a product.
-
-A matrix is reordered once after loading: without reordering in each product, it is multiplied by a row in little more
-than half the time. The operators are internal to torch, so `packing_works` tests them first.
-"""
+"""Matrices in the layout of oneDNN's CPU kernels, with operations fused after a product. A matrix is reordered once
+after loading: without reordering in each product, it is multiplied by a row in little more than half the time. The
+operators are internal to torch, so `packing_works` tests them first."""
 
 from __future__ import annotations
 
@@ -45,10 +43,8 @@ class PackedMatrix:
 
 @functools.cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch on this processor packs matrices of `dtype` and computes correct products.
-
-    Tested on a small matrix; a failure is logged once.
-    """
+    """Whether this build of torch on this processor packs matrices of `dtype` and computes correct products, tested on
+    a small matrix; a failure is logged once."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn((48, 32), generator=generator).to(dtype)
     bias = torch.randn(48, generator=generator).to(dtype)

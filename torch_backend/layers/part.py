@@ -23,12 +23,9 @@ from torch_backend.recurrent.interface import StepStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOptions:
-    """Options of all parts of a model, of which a rank has its `shard`.
-
-    - `dtype`: of weights.
-    - `encodings`: how matrices are stored. `block_matrices`: kernels for matrices in GGUF blocks.
-    - `layer`: the part's, None for parts of the whole model.
-    """
+    """Options of all parts of a model, of which a rank has its `shard`. `dtype`: of weights; `encodings`: how matrices
+    are stored; `block_matrices`: kernels for matrices in GGUF blocks; `layer`: the part's, None for parts of the whole
+    model."""
 
     hidden_size: int
     shard: ModelShard

@@ -99,14 +99,14 @@ def kernel_product_on(device: torch.device) -> ScaledProduct:
     """The product by a Triton kernel; for many rows, by widened values."""
     # Imported here, because a machine without a GPU needs no Triton.
     from torch_backend.kernels.chip import Chip
-    from torch_backend.kernels.scaled_product import most_rows, scaled_product
+    from torch_backend.kernels.scaled_product import max_rows, scaled_product
 
     chip = Chip.of(device)
 
     def multiply(
         x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if len(x) > most_rows(values.dtype, chip):
+        if len(x) > max_rows(values.dtype, chip):
             return multiply_widened(x, values, scales, bias)
         return scaled_product(x.contiguous(), values, scales, bias, chip)
 

@@ -14,11 +14,9 @@ from torch_backend.attention.interface import HeadForm
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The heads, columns of feed-forward layers, and rows of the vocabulary of one rank.
-
-    With more ranks than kv heads, neighbouring ranks hold the same kv head. `vocabulary_rows` is the same on every
-    rank, ceil(vocab / size): rows past the vocabulary's end are padding, which no token and no logit uses.
-    """
+    """The heads, columns of feed-forward layers, and rows of the vocabulary of one rank. With more ranks than kv heads,
+    neighbouring ranks hold the same kv head. `vocabulary_rows` is the same on every rank, ceil(vocab / size): rows past
+    the vocabulary's end are padding, which no token and no logit uses."""
 
     rank: int
     size: int
@@ -31,7 +29,6 @@ class ModelShard:
         return self.rank == 0
 
     def heads(self, count: int) -> range:
-        """The rank's query heads, of `count` of a layer."""
         return _part(count, self.rank, self.size)
 
     def kv_heads(self, count: int) -> range:
@@ -48,11 +45,9 @@ class ModelShard:
         )
 
     def intermediate(self, length: int) -> range:
-        """The rank's columns of a feed-forward layer of `length` columns."""
         return _part(length, self.rank, self.size)
 
     def recurrent(self, config: RecurrentConfig) -> RecurrentConfig:
-        """The rank's shard of a recurrent layer."""
         return config.sharded(self.size).of_one_device()
 
     def head_forms(self, config: ModelConfig) -> tuple[HeadForm, ...]:
@@ -80,10 +75,7 @@ class ModelShard:
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:
-        """The shard of `rank`.
-
-        **Raises:** `ConfigError` if a layer cannot be divided by `size`.
-        """
+        """The shard of `rank`. Raises `ConfigError` if a layer cannot be divided by `size`."""
         for layer in config.layers:
             layer.sharded(size)
         rows = -(-config.vocab_size // size)

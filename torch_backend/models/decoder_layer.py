@@ -21,8 +21,8 @@ class DecoderLayer(Loadable):
     with the norms of the config."""
 
     def __init__(self, config: LayerConfig, options: PartOptions, number: int) -> None:
-        """`number`: its place in the model, for error messages. Raises `ConfigError` for a kind of part that this
-        backend does not have."""
+        """Raises `ConfigError` for a kind of part that this backend does not have, naming the layer's `number` in the
+        model."""
         super().__init__()
         options = replace(options, layer=number)
 
@@ -65,7 +65,6 @@ class DecoderLayer(Loadable):
         return self._with_scale(x, residual)
 
     def _feed_forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """The output of the feed-forward part as it is added to the residual stream."""
         assert self.feed_forward is not None
         return self._to_residual(self.feed_forward_post_norm, self.feed_forward(x, step, memory))
 

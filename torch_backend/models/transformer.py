@@ -95,7 +95,6 @@ class Transformer(nn.Module):
 
     @property
     def layers_with_sinks(self) -> tuple[int, ...]:
-        """Indices of the layers whose attention has sinks."""
         mixers = enumerate(layer.attention for layer in self.config.layers)
         return tuple(number for number, attention in mixers if attention is not None and attention.sinks)
 
@@ -129,9 +128,8 @@ class Transformer(nn.Module):
         return found
 
     def repack(self, layout: Layout) -> None:
-        """Changes loaded matrices to a layout, one at a time, so that at most one of them is in memory twice.
-
-        Tied embeddings stay in memory in both layouts: rows are looked up in the plain one."""
+        """Changes loaded matrices to a layout, one at a time, so that at most one of them is in memory twice. Tied
+        embeddings stay in memory in both layouts: rows are looked up in the plain one."""
         freed = FreedMemory()
         for module in self.modules():
             if isinstance(module, Linear):
@@ -160,16 +158,10 @@ def build_model(
     encodings: Encodings = all_plain,
     block_matrices: BlockMatrices | None = None,
 ) -> Transformer:
-    """A model without values, until `weights.load_weights` fills it; each rank of `parallel` holds its shard.
-
-    **Arguments:**
-
-    - `states`: the kernels of recurrent layers; torch operations by default.
-    - `encodings`: how each matrix is stored; by default, all are plain numbers.
-    - `block_matrices`: makes the matrices that stay in blocks.
-
-    **Raises:** `ConfigError` if the model cannot be sharded over this number of ranks.
-    """
+    """A model without values, until `weights.load_weights` fills it; each rank of `parallel` holds its shard. `states`:
+    the kernels of recurrent layers, torch operations by default; `encodings`: how each matrix is stored, by default as
+    plain numbers; `block_matrices`: makes the matrices that stay in blocks. Raises `ConfigError` if the model cannot be
+    sharded over this number of ranks."""
     return Transformer(
         config,
         dtype=dtype,

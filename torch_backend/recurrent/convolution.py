@@ -10,14 +10,12 @@ from torch_backend.recurrent.rows import StateRows
 def convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tails: torch.Tensor, rows: StateRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes each token's output from its own input and those of the `width - 1` tokens before it.
+    """Computes each token's output from its own input and those of the `width - 1` tokens before it, float32 `[T,
+    channels]`, and the tails after the step. Inputs are first rounded to the dtype of `tails`, so a result does not
+    depend on where chunks start.
 
-    Inputs are first rounded to the dtype of `tails`, so a result does not depend on where chunks start.
-
-    **Arguments:** `x` `[T, channels]`; `weight` `[channels, width]`, the tap of the token itself last; `bias`
-    `[channels]`; `tails` `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first.
-
-    **Returns:** float32 `[T, channels]`, and the tails after the step.
+    `x` `[T, channels]`; `weight` `[channels, width]`, the tap of the token itself last; `bias` `[channels]`; `tails`
+    `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first.
     """
     width = weight.shape[1]
     x = x.to(tails.dtype)

@@ -16,22 +16,14 @@ class StepStates(Protocol):
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor
     ) -> torch.Tensor:
-        """See `recurrent.convolution`; writes the last inputs to the pool.
-
-        **Arguments:** `x` `[T, channels]`, first rounded to the dtype of `pool`; `weight` `[channels, width]`; `bias`
-        `[channels]`; `pool` `[slots, width - 1, channels]`, the oldest input first.
-
-        **Returns:** float32 `[T, channels]`.
-        """
+        """See `recurrent.convolution`; writes the last inputs to the pool, and returns float32 `[T, channels]`. `x`
+        `[T, channels]`, first rounded to the dtype of `pool`; `weight` `[channels, width]`; `bias` `[channels]`; `pool`
+        `[slots, width - 1, channels]`, the oldest input first."""
         ...
 
     def scan(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
-        """See `recurrent.scan`; writes the matrices to the pool.
-
-        **Arguments:** `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16 (rounded once a step).
-
-        **Returns:** float32 `[T, heads, value_dim]`.
-        """
+        """See `recurrent.scan`; writes the matrices to the pool, and returns float32 `[T, heads, value_dim]`. `pool`
+        `[slots, heads, key_dim, value_dim]`, float32 or bfloat16 (rounded once a step)."""
         ...
 
 

@@ -64,7 +64,6 @@ def scan(inputs: ScanInputs, states: torch.Tensor, rows: StateRows) -> tuple[tor
 
 
 def _one_token(inputs: ScanInputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes one token of each sequence."""
     states = states * inputs.decays.exp()[..., None, None]
     values = inputs.values
     if inputs.rates is not None:

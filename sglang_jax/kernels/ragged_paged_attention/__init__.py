@@ -30,11 +30,9 @@ _NO_OPTIONS = AttentionOptions()
 
 class AttentionImplementation(StrEnum):
     """`REFERENCE` reads every slot of the page table; `XLA` reads only slots that sequences use; `PALLAS` too, with
-    kernels for TPU, and only from tiled pages (`kernels.kv_storage`).
-
-    `PALLAS_CHECKED`, for debugging, compiles a check of each address in: an address outside its array stops the core
-    with an error that names the copy. Starting a copy then takes 2.5 times as many instructions.
-    """
+    kernels for TPU, and only from tiled pages (`kernels.kv_storage`). `PALLAS_CHECKED`, for debugging, compiles a check
+    of each address in: an address outside its array stops the core with an error that names the copy. Starting a copy
+    then takes 2.5 times as many instructions."""
 
     REFERENCE = "reference"
     XLA = "xla"
@@ -43,12 +41,10 @@ class AttentionImplementation(StrEnum):
 
     @property
     def for_tpu(self) -> bool:
-        """Whether it uses the kernels for TPU."""
         return self in (AttentionImplementation.PALLAS, AttentionImplementation.PALLAS_CHECKED)
 
     @property
     def checked(self) -> bool:
-        """Whether kernels check addresses."""
         return self is AttentionImplementation.PALLAS_CHECKED
 
 
@@ -61,16 +57,12 @@ def ragged_paged_attention(
     scale: float,
     options: AttentionOptions = _NO_OPTIONS,
 ) -> jax.Array:
-    """Softmax attention of each query over the keys at or before its own position.
+    """Softmax attention of each query over the keys at or before its own position. The keys and values of the step's
+    tokens must be in the pages already; unused slots may hold anything. Scores, softmax and sums are float32.
 
-    The keys and values of the step's tokens must be in the pages already. Unused slots may hold anything.
-
-    **Arguments:** `queries` `[T, heads, head_dim]`, heads that share a kv head are adjacent; `kv_pages`
-    `[num_pages, kv_heads, parts, page_size, lanes]`, as `kernels.kv_storage` describes; `scale` multiplies the scores.
-
-    **Returns:** `[T, heads, head_dim]` in the type of `queries`; 0 for padding. Scores, softmax and sums are float32.
-
-    **Raises:** `ValueError`, `ConfigError`: see `pallas_attention`.
+    `queries` `[T, heads, head_dim]`: heads that share a kv head are adjacent; `kv_pages` `[num_pages, kv_heads, parts,
+    page_size, lanes]`: see `kernels.kv_storage`; `scale` multiplies the scores. Returns `[T, heads, head_dim]` in the
+    type of `queries`, 0 for padding. Raises as `pallas_attention`.
     """
     match implementation:
         case AttentionImplementation.REFERENCE:
@@ -86,9 +78,7 @@ def plan_writes(
     implementation: AttentionImplementation, kv_pages: jax.Array, write_slots: jax.Array
 ) -> jax.Array | None:
     """The part of `write_kv` that layers with the same page ids share, computed once a step; None if there is none.
-
-    **Arguments:** `kv_pages`: the pages of one of the layers; `write_slots` as in `write_kv`.
-    """
+    `kv_pages`: the pages of one of the layers; `write_slots`: as in `write_kv`."""
     if not implementation.for_tpu:
         return None
     return find_runs(kv_pages, write_slots, implementation.checked, current_vmem_limit())
@@ -104,11 +94,8 @@ def write_kv(
     plan: jax.Array | None = None,
     options: AttentionOptions = _NO_OPTIONS,
 ) -> jax.Array:
-    """Stores the keys and values of a step's tokens in a layer's pages: see `kv_storage.write_kv`.
-
-    Kernels for TPU do not write page 0, the padding page, and require tokens that share a page to be consecutive.
-    `plan`: the result of `plan_writes`; None to compute it here.
-    """
+    """See `kv_storage.write_kv`. Kernels for TPU do not write page 0, the padding page, and require tokens that share a
+    page to be consecutive. `plan`: the result of `plan_writes`; None to compute it here."""
     if implementation.for_tpu:
         checked, limit = implementation.checked, current_vmem_limit()
         runs = find_runs(kv_pages, write_slots, checked, limit) if plan is None else plan

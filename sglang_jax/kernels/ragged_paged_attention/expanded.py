@@ -1,9 +1,7 @@
-"""Latent attention in the expanded form, for XLA on CPU and GPU.
-
-It expands one tile of cached latents at a time into the keys and values of all heads, and updates the online softmax of
-each query at or behind the tile. Trip counts are data, both of tiles over all rows and of query blocks that see a tile,
-so that one program serves all lengths and a step without such rows takes no time.
-"""
+"""Latent attention in the expanded form, for XLA on CPU and GPU. It expands one tile of cached latents at a time into
+the keys and values of all heads, and updates the online softmax of each query at or after the tile. Trip counts (of
+tiles over all rows, and of query blocks that see a tile) are data, so that one program serves all lengths and a step
+without such rows takes no time."""
 
 from __future__ import annotations
 
@@ -28,13 +26,12 @@ def expanded_attention(
     *,
     scale: float,
 ) -> jax.Array:
-    """Attention of the rows that `rows` selects.
+    """Attention of the rows that `rows` bool `[R]` selects. Scores, softmax, sums, and expanded keys and values are
+    float32.
 
-    **Arguments:** `queries` `[T, heads, key_dim + rotary_dim]`; `kv_pages`: plain pages of latents, each followed by
-    its rotary key; `rows` bool `[R]`; `key_up` `[heads, key_dim, latent]`; `value_up` `[heads, value_dim, latent]`.
-
-    **Returns:** `[T, heads, value_dim]` in the type of `queries`; 0 for tokens of other rows. Scores, softmax and sums
-    are float32, as are the expanded keys and values.
+    `queries` `[T, heads, key_dim + rotary_dim]`; `kv_pages`: plain pages of latents, each followed by its rotary key;
+    `key_up` `[heads, key_dim, latent]`; `value_up` `[heads, value_dim, latent]`. Returns `[T, heads, value_dim]` in the
+    type of `queries`; 0 for tokens of other rows.
     """
     tokens, heads, _ = queries.shape
     (_, key_dim, latent), value_dim, page_size = key_up.shape, value_up.shape[1], kv_pages.shape[3]
@@ -48,7 +45,7 @@ def expanded_attention(
     up, precision = jnp.concatenate([key_up, value_up], axis=1), None
     if up.dtype == jnp.float32:
         precision = jax.lax.Precision.HIGHEST
-    asked = jnp.pad(queries.astype(jnp.float32) * scale, ((0, width), (0, 0), (0, 0))).swapaxes(0, 1)
+    scaled = jnp.pad(queries.astype(jnp.float32) * scale, ((0, width), (0, 0), (0, 0))).swapaxes(0, 1)
 
     def tile(index: jax.Array, softmax: Softmax) -> Softmax:
         sequence = jnp.searchsorted(tile_ends, index, side="right", method="compare_all")
@@ -62,7 +59,7 @@ def expanded_attention(
         made = jnp.einsum("kl,hdl->hkd", vectors, up, precision=precision, preferred_element_type=jnp.float32)
         rotated = jnp.broadcast_to(cached[:, latent:], (heads, *cached[:, latent:].shape))
         keys, values = jnp.concatenate([made[..., :key_dim], rotated], axis=-1), made[..., key_dim:]
-        # The first query at or behind the tile's first key.
+        # The first query at or after the tile's first key.
         first = start + jnp.maximum(number * tile_keys - (length - (end - start)), 0)
 
         def query_block(block: jax.Array, softmax: Softmax) -> Softmax:
@@ -71,7 +68,7 @@ def expanded_attention(
             positions = length - end + mine
             visible = (places <= positions[:, None]) & (mine < end)[:, None]
             old = jax.tree.map(lambda each: jax.lax.dynamic_slice_in_dim(each, at, width, axis=1), softmax)
-            here = jax.lax.dynamic_slice_in_dim(asked, at, width, axis=1)
+            here = jax.lax.dynamic_slice_in_dim(scaled, at, width, axis=1)
             new = old.add(here, keys, values, visible[None], None)
             put = lambda into, part: jax.lax.dynamic_update_slice_in_dim(into, part, at, axis=1)  # noqa: E731
             return jax.tree.map(put, softmax, new)

@@ -37,8 +37,8 @@ class Softmax(NamedTuple):
         visible: jax.Array | None,
         soft_cap: float | None,
     ) -> Softmax:
-        """Adds a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`, or
-        None if every query sees every key."""
+        """Adds a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`, or None if
+        every query sees every key."""
         scores = _products(queries, keys)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -62,12 +62,9 @@ class Softmax(NamedTuple):
 
 
 def _products(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """`[..., q, k]` of queries `[..., q, d]` and keys `[..., k, d]`.
-
-    XLA's CPU backend packs the right operand first. If queries are few, they should be that operand, because packing
-    keys takes longer than the product: with 32 decode rows and 3 queries per kv head, attention took 20 ms instead of
-    26.
-    """
+    """`[..., q, k]` of queries `[..., q, d]` and keys `[..., k, d]`. XLA's CPU backend packs the right operand first,
+    which should be the queries if they are few, because packing keys takes longer than the product: with 32 decode rows
+    and 3 queries per kv head, attention took 20 ms instead of 26."""
     if queries.shape[-2] * _FEW_QUERIES > keys.shape[-2]:
         return jnp.einsum("...qd,...kd->...qk", queries, keys, precision=jax.lax.Precision.HIGHEST)
     products = jnp.einsum("...kd,...qd->...kq", keys, queries, precision=jax.lax.Precision.HIGHEST)

@@ -1,9 +1,7 @@
-"""Attention for XLA on CPU and GPU: an online softmax (FlashAttention, Dao et al. 2022) over blocks of keys.
-
-Trip counts are data, so that one program serves all lengths and takes time for the actual ones. Decode rows process
-blocks together, up to the longest row. Prefill takes one block of queries at a time, up to its last query's position:
-large blocks of keys if every query sees every key, small ones with a mask otherwise.
-"""
+"""Attention for XLA on CPU and GPU: an online softmax (FlashAttention, Dao et al. 2022) over blocks of keys. Trip
+counts are data, so that one program serves all lengths and takes time for the actual ones. Decode rows process blocks
+together, up to the longest row. Prefill takes one block of queries at a time, up to its last query's position: large
+blocks of keys if every query sees every key, small ones with a mask otherwise."""
 
 from __future__ import annotations
 
@@ -23,13 +21,12 @@ _MASKED_KEYS = 64
 _LARGE_BLOCK = 4
 """Small blocks per large one. Both sizes are needed: a step of 512 tokens of SmolLM2-135M on 2 cores, with only blocks
 of 64 / 128 / 256 keys, takes 174 / 201 / 337 ms for eight prompts of 64 tokens and 1,036 / 1,003 / 804 ms for 512
-tokens behind 1,536 others."""
+tokens after 1,536 others."""
 
 
 def xla_attention(
     queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float, options: AttentionOptions
 ) -> jax.Array:
-    """`ragged_paged_attention` by blocks."""
     tokens, heads, head_dim = queries.shape
     rows, kv_heads = batch.kv_lens.shape[0], kv_pages.shape[1]
     page_table = _whole_blocks(batch.page_table, kv_pages.shape[3])
@@ -43,7 +40,6 @@ def xla_attention(
 
 
 def _pages(keys: int, page_size: int) -> int:
-    """Pages of a block of about `keys` keys."""
     return max(keys // page_size, 1)
 
 
@@ -171,8 +167,8 @@ def _one_sequence(
 
 
 class _WholeBlocks(NamedTuple):
-    """Of a block of queries: the first small block whose keys all queries see, and the number of large blocks with
-    that property from there on."""
+    """For a block of queries: the first small block whose keys all queries see, and the number of such large blocks
+    from there on."""
 
     start: jax.Array
     count: jax.Array

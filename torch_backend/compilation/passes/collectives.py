@@ -56,8 +56,8 @@ def _sum_once(graph: fx.Graph, node: fx.Node) -> None:
     if parts is None or parts[0] is parts[1]:
         return
     for part in parts:
-        alike = same_shape(part, node) and value(part).dtype == value(node).dtype
-        if not is_call(part, all_reduce) or only_user(part) is None or not alike:
+        same_form = same_shape(part, node) and value(part).dtype == value(node).dtype
+        if not is_call(part, all_reduce) or only_user(part) is None or not same_form:
             return
     with graph.inserting_before(node):
         both = call(graph, aten.add.Tensor, tuple(args(part)[1] for part in parts), like=node)

@@ -61,7 +61,6 @@ def _remove_once(graph: fx.Graph) -> int:
 
 
 def _put_number(user: fx.Node, node: fx.Node, number: int) -> None:
-    """Replaces a node by a number in the arguments of `user`."""
 
     def read(arg: fx.Node) -> Any:
         return number if arg is node else arg

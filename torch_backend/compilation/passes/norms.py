@@ -140,9 +140,9 @@ def _fuse_sum(graph: fx.Graph, norm: fx.Node) -> bool:
     summands = factors(total, aten.add.Tensor)
     if summands is None or not isinstance(total, fx.Node):
         return False
-    alike = all(same_shape(each, total) and value(each).dtype == value(total).dtype for each in summands)
+    same_form = all(same_shape(each, total) and value(each).dtype == value(total).dtype for each in summands)
     if (
-        not alike
+        not same_form
         or _owner(summands[0]) is _owner(summands[1])
         or not all(_may_overwrite(each, total) for each in summands)
     ):

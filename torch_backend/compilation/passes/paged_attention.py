@@ -24,10 +24,8 @@ from torch_backend.compilation.step import attend
 
 
 def page_attention(program: Program) -> int:
-    """Replaces every call of attention, and stores its options in `Program.sites`.
-
-    **Raises:** `ConfigError` if a layer attends twice, or has sinks that are not a weight.
-    """
+    """Replaces every call of attention, and stores its options in `Program.sites`. Raises `ConfigError` if a layer
+    attends twice, or has sinks that are not a weight."""
     found, graph = 0, program.body
     for node in calls(graph, ATTENTION):
         query, key, values, sinks, layer, *numbers = _arguments(node)

@@ -46,8 +46,8 @@ def fuse_rope(program: Program) -> int:
             continue
         with graph.inserting_before(node):
             flat = [flattened_heads(graph, query[0]), flattened_heads(graph, key[0]), parts[2]]
-            given = (*args(node)[:2], side_by_side(graph, flat), rotated_by)
-            new = call(graph, attend, given, like=node)
+            arguments = (*args(node)[:2], side_by_side(graph, flat), rotated_by)
+            new = call(graph, attend, arguments, like=node)
         replace_node(node, new)
         found += 1
     return found
@@ -58,13 +58,13 @@ def _match_rotation(flat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     if not is_call(flat, *RESHAPES):
         return None
     by_token = args(flat)[0]
-    turned = _match_transpose(by_token)
-    if turned is None or turned.op != "call_function":
+    rotated = _match_transpose(by_token)
+    if rotated is None or rotated.op != "call_function":
         return None
-    dtype = value(turned).dtype
-    while is_call(turned, *CASTS):
-        turned = args(turned)[0]
-    terms = factors(turned, aten.add.Tensor)
+    dtype = value(rotated).dtype
+    while is_call(rotated, *CASTS):
+        rotated = args(rotated)[0]
+    terms = factors(rotated, aten.add.Tensor)
     if terms is None:
         return None
     for straight, crossed in (terms, terms[::-1]):
@@ -81,14 +81,14 @@ def _match_rotated_sum(straight: fx.Node, crossed: fx.Node) -> tuple[fx.Node, fx
     if first is None or second is None:
         return None
     for x, cosines in (first, first[::-1]):
-        for half_turned, sines in (second, second[::-1]):
+        for half_rotated, sines in (second, second[::-1]):
             by = _match_head_table(cosines), _match_head_table(sines)
-            if by[0] is not None and by[1] is not None and _is_half_turned(half_turned, x):
+            if by[0] is not None and by[1] is not None and _is_half_rotated(half_rotated, x):
                 return x, by[0], by[1]
     return None
 
 
-def _is_half_turned(node: fx.Node, x: fx.Node) -> bool:
+def _is_half_rotated(node: fx.Node, x: fx.Node) -> bool:
     """Whether `node` is `cat(-second half of x, first half of x)`."""
     parts = parts_of(node)
     if parts is None or len(parts) != 2 or not is_call(parts[0], aten.neg.default):
@@ -169,8 +169,8 @@ def fuse_head_norms(program: Program) -> int:
         with graph.inserting_before(node):
             flat = [flattened_heads(graph, query), flattened_heads(graph, key), parts[2]]
             rotated_by = args(node)[3] if len(args(node)) > 3 else None
-            given = (*args(node)[:2], side_by_side(graph, flat), rotated_by, query_weight, key_weight, eps)
-            new = call(graph, attend, given, like=node)
+            arguments = (*args(node)[:2], side_by_side(graph, flat), rotated_by, query_weight, key_weight, eps)
+            new = call(graph, attend, arguments, like=node)
         replace_node(node, new)
         found += 1
     return found

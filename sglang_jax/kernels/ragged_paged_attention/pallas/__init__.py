@@ -1,7 +1,5 @@
-"""Attention for TPU over pages in place: one kernel for decode rows, one for prefill chunks.
-
-A mixed step runs both; a decode step, which has as many tokens as rows, runs only the first.
-"""
+"""Attention for TPU over pages in place: one kernel for decode rows, one for prefill chunks. A mixed step runs both; a
+decode step, which has as many tokens as rows, runs only the first."""
 
 from __future__ import annotations
 
@@ -26,10 +24,8 @@ def pallas_attention(
     options: AttentionOptions,
     checked: bool = False,
 ) -> jax.Array:
-    """`ragged_paged_attention` over tiled pages (`kernels.kv_storage`). `checked`: compile address checks in.
-
-    **Raises:** `ValueError` if a page's rows are not whole registers; `ConfigError` for an unknown chip.
-    """
+    """`ragged_paged_attention` over tiled pages (`kernels.kv_storage`). `checked`: compile address checks in. Raises
+    `ValueError` if a page's rows are not whole registers; `ConfigError` for an unknown chip."""
     tokens, heads, head_dim = queries.shape
     _, kv_heads, parts, page_size, lanes = kv_pages.shape
     rows, columns = batch.page_table.shape

@@ -53,10 +53,8 @@ def _decode_by_costs(shape: Shape) -> DecodeBlocks:
 
 @cache
 def _prefill_by_costs(shape: Shape) -> PrefillBlocks:
-    """512 keys, and as many queries as fit, with their sums, into half of the vector memory.
-
-    **Raises:** `ConfigError` if the smallest block does not fit.
-    """
+    """512 keys, and as many queries as fit, with their sums, into half of the vector memory. Raises `ConfigError` if
+    the smallest block does not fit."""
     _warn(shape, Phase.PREFILL)
     keys = min(512, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
     bytes_per_query = shape.heads * (4 * (2 * 128 + shape.lanes) + 8 * shape.lanes) + 8 * keys

@@ -7,8 +7,8 @@ blocks (`decode_walk`).
 
 All query heads of a row go through the matrix units together: row r of the left operand holds query head r in the lanes
 of its kv head and zeros elsewhere, so that one product with the keys of all kv heads, side by side, gives `[heads,
-keys]` scores in whole registers. The zeros cost nothing, because with this few rows loading keys into the unit takes
-all the time.
+keys]` scores in whole registers. The zeros cost nothing: with so few rows, loading keys into the unit takes all the
+time.
 """
 
 from __future__ import annotations
@@ -62,14 +62,11 @@ def decode_attention(
     cores: int = 1,
     checked: bool = False,
 ) -> jax.Array:
-    """Attention of the first `num_decode` rows.
+    """Attention of the first `num_decode` rows, `[R, heads, lanes]` in the type of the queries; 0 for the other rows.
 
-    **Arguments:** `queries` `[R, heads, lanes]`, R a multiple of `blocks.rows * cores`; `kv_pages` `[num_pages,
-    kv_heads, parts, page_size, lanes]`; `page_table` int32 `[R, columns]`; `kv_lens` int32 `[R]` or shorter;
-    `num_decode` int32 `[1]`; `cores`: the number of cores that share the programs; `checked`: compile address checks
-    in.
-
-    **Returns:** `[R, heads, lanes]` in the type of the queries; 0 for the other rows.
+    `queries` `[R, heads, lanes]`, R a multiple of `blocks.rows * cores`; `kv_pages` `[num_pages, kv_heads, parts,
+    page_size, lanes]`; `page_table` int32 `[R, columns]`; `kv_lens` int32 `[R]` or shorter; `num_decode` int32 `[1]`;
+    `cores`: the number of cores that share the programs; `checked`: compile address checks in.
     """
     rows, heads, lanes = queries.shape
     _, kv_heads, parts, page_size, _ = kv_pages.shape
@@ -144,7 +141,6 @@ def _kernel(
     cores: int,
     sizes: Sizes,
 ) -> None:
-    """`refs`: those of the plan, in scalar memory, then the arguments of `_compute`."""
     of_plan = structure.num_leaves
     plan = jax.tree.unflatten(structure, refs[:of_plan])
     _compute(plan, *refs[of_plan:], options=options, cores=cores, sizes=sizes)
@@ -306,10 +302,8 @@ def _add_blocks(
     options: StaticOptions,
     in_between: Sequence[Callable[[], None]] = (),
 ) -> list[Softmax]:
-    """Adds a block of keys to the softmax of each row.
-
-    Each step is done for all rows before the next: products have a long latency, and complete in order.
-    """
+    """Adds a block of keys to the softmax of each row, each step for all rows before the next: products have a long
+    latency, and complete in order."""
     scores = []
     for queries, block, also in zip_longest(spread_queries, blocks, in_between):
         scores.append(_scores(queries, block, per_head, options))

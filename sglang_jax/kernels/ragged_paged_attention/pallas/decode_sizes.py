@@ -12,8 +12,8 @@ _PARTS = (1, 2, 4)
 """The divisors of a block for computation: all, a half or a quarter of it."""
 
 _FEWEST_KEYS, _KEYS_OF_SHORT = 128, 512
-"""The smallest number of keys that is computed: a whole register of scores per head. With groups of rows, it is the
-largest number of keys of a short row: a row then has the same result in a group and by itself."""
+"""The smallest number of keys that is computed: a whole register of scores per head; and the maximum keys of a short
+row in groups, so that a row has the same result in a group and by itself."""
 
 _ROWS_TOGETHER, _BYTES_OF_GROUP = 8, 2 << 20
 """The largest group of rows, and the largest size of its keys and values, of which there are up to eight buffers."""
@@ -32,9 +32,8 @@ class DecodeBlocks:
 
 def depth_of(block_bytes: int, vmem_limit: int) -> int:
     """The number of buffers. Two lose the bandwidth of a copy's latency: half of it for one kv head of Qwen3-32B on
-    v6e, by a model of the pipeline; four lose almost nothing. Rows of a few hundred keys fill only
-    part of a buffer and need more. Buffers take half of the vector memory at most, except for the two that any
-    pipeline needs."""
+    v6e, by a model of the pipeline; four lose almost nothing. Rows of a few hundred keys fill only part of a buffer and
+    need more. Buffers take half of the vector memory at most, except for the two that any pipeline needs."""
     wanted = min(max(_BYTES_OF_BUFFERS // block_bytes, _MIN_DEPTH), _MAX_DEPTH)
     return min(wanted, max(vmem_limit // 2 // block_bytes, 2))
 
@@ -49,13 +48,9 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes that follow from those of blocks.
-
-    - `computed`: numbers of pages that can be computed together, in descending order: a whole block, and parts of it
-      for a row's last block.
-    - `groups`: groups of rows with no more pages than the smallest of these; one row's latencies are filled by others.
-    - `pages_per_buffer`, `depth`: the size and number of buffers.
-    """
+    """Sizes that follow from those of blocks: numbers of pages that can be computed together, in descending order (a
+    whole block, and parts of it for a row's last block); groups of rows with no more pages than the smallest of these,
+    in which one row's latencies are filled by others; the size and number of buffers."""
 
     computed: tuple[int, ...]
     groups: Groups
@@ -65,9 +60,7 @@ class Sizes:
 
 def sizes_of(blocks: DecodeBlocks, page_size: int, page_bytes: int, columns: int, vmem_limit: int) -> Sizes:
     """Sizes for pages of `page_bytes` bytes, page tables of `columns` columns, and `vmem_limit` bytes of vector memory.
-
-    The computed part of a block does not depend on the rows per program, so small batches have the same results.
-    """
+    The computed part of a block does not depend on the rows per program, so small batches have the same results."""
     short = min(max(_KEYS_OF_SHORT // page_size, 1), blocks.pages)
     room = min(_BYTES_OF_GROUP, vmem_limit // 16) // (short * page_bytes)
     most = min(_ROWS_TOGETHER, 1 << max(room.bit_length() - 1, 0))

@@ -1,8 +1,6 @@
-"""The order in which the decode kernel processes blocks of pages, and the copies that run ahead of it.
-
-Rows form groups of consecutive rows. If all rows of a group are short, their pages are one block, with one wait, and
-computing one row fills the latencies of the others' products. Otherwise each row of the group has its own blocks.
-"""
+"""The order in which the decode kernel processes blocks of pages, and the copies that run ahead of it. Groups are
+consecutive rows. If all rows of a group are short, their pages are one block, with one wait, and computing one row
+fills the latencies of the others' products. Otherwise each row of the group has its own blocks."""
 
 from __future__ import annotations
 
@@ -36,12 +34,9 @@ class Row:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
-    """The rows of a walk: int32 arrays; in a kernel, references to them in scalar memory.
-
-    - `lengths`, `pages`, `first_pages` `[R]`: see `Row`; 0 for rows that are not decoded. `first_pages` is None if all
-      are 0.
-    - `groups` `[R / together]`: the number of pages of a short group, -1 for other groups.
-    """
+    """The rows of a walk: int32 arrays; in a kernel, references to them in scalar memory. `lengths`, `pages`,
+    `first_pages` `[R]`: see `Row`; 0 for rows that are not decoded. `first_pages` is None if all are 0. `groups` `[R /
+    together]`: the number of pages of a short group, -1 for other groups."""
 
     lengths: Ref
     pages: Ref
@@ -76,13 +71,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Walk:
-    """A core's walk over the rows below `active`, with the copies of pages ahead of it.
+    """A core's walk over the rows below `active`, with the copies of pages ahead of it. `turn` is a group's index in
+    the core's order; the group starts with row `first_of(turn)`. Programs of `at_once` rows go to the cores in
+    rotation, so that all have the same number of rows whatever the bucket's padding.
 
-    `turn` is a group's index in the core's order; the group starts with row `first_of(turn)`. Programs of `at_once`
-    rows go to the cores in rotation, so that all have the same number of rows whatever the bucket's padding.
-
-    - `fetcher`: its page table has one entry per group of `together` rows.
-    - `ahead`: SMEM int32 `[AHEAD]`, the next block to fetch.
+    The page table of `fetcher` has one entry per group of `together` rows. `ahead`: SMEM int32 `[AHEAD]`, the next
+    block to fetch.
     """
 
     fetcher: PageFetcher
@@ -104,12 +98,10 @@ class Walk:
 
     @property
     def rows(self) -> int:
-        """The padded number of rows, R."""
         return self.plan.lengths.shape[0]
 
     @property
     def together(self) -> int:
-        """Rows per group."""
         return self.groups.rows
 
     def first_of(self, turn: Scalar) -> Scalar:
@@ -135,11 +127,9 @@ class Walk:
         return self.plan.groups[first // self.together]
 
     def through_group(self, first: Scalar, slot: jax.Array) -> list[Callable[[], None]]:
-        """Waits until the pages of a short group are in the buffer `slot`.
-
-        **Returns:** a function per row that starts copies of the next block. The caller calls them between its own
-        computations: the compiler moves no memory access over the start of a copy, but it does move arithmetic.
-        """
+        """Waits until the pages of a short group are in the buffer `slot`. Returns a function per row that starts
+        copies of the next block. The caller calls them between its own computations: the compiler moves no memory
+        access over the start of a copy, but it does move arithmetic."""
         self.fetcher.wait_for_block(self.pages_of_group(first), slot)
         free = (slot + self.depth - 1) % self.depth
         turn = self.ahead[_TURN]
@@ -151,12 +141,8 @@ class Walk:
         self, number: Scalar, first_slot: jax.Array, attend: Callable[[jax.Array, jax.Array], None]
     ) -> jax.Array:
         """Calls `attend(number of the row's keys from this block on, buffer)` with each block of a row when it has
-        arrived, and fetches later ones meanwhile. The row's first block is in buffer `first_slot`.
-
-        A row without keys has one block without pages, so that it needs no special case.
-
-        **Returns:** the buffer of the next row's first block.
-        """
+        arrived, and fetches later ones meanwhile. The row's first block is in buffer `first_slot`; returns that of the
+        next row. A row without keys has one block without pages, so that it needs no special case."""
         fetcher, row = self.fetcher, self.plan.row(number)
         blocks = jnp.maximum(pl.cdiv(row.pages, self.pages_per_block), 1)
 

@@ -3,13 +3,11 @@
 Both attention kernels process blocks of keys, each a fixed number of pages of one sequence. Buffers rotate, two of
 prefill's and four to eight of decode's: one block is computed while the pages of the next ones arrive. Scalar memory
 holds the page numbers of only as many sequences, so that it bounds neither the number of requests nor, in practice,
-their length.
+their length. Each started copy is waited for exactly once, with the same number of pages; a block without pages needs
+neither.
 
 The kernels are compiled without address checks, which take as long as starting a copy: a runner refuses plans with
 pages outside a pool, the interpreter checks each access, and `--debug-memory` compiles checks in.
-
-Each started copy is waited for exactly once, with the same number of pages. A block without pages starts no copy and
-waits for none.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ class PageFetcher:
     - `kv_pages`: HBM `[num_pages, kv_heads, parts, page_size, lanes]`.
     - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
     - `buffers`: VMEM `[depth, pages_per_block, kv_heads, parts, page_size, lanes]`.
-    - `page_numbers`: SMEM int32 `[n * columns]` or more: those of `n` rows, consecutive. Not a table: its
-      addresses take five more operations per page, and copies wait for the scalar unit.
+    - `page_numbers`: SMEM int32 `[n * columns]` or more: those of `n` rows, consecutive. Not a table: its addresses
+      take five more operations per page, and copies wait for the scalar unit.
     - `kv_arrived`, `numbers_arrived`: DMA semaphores `[depth]` and `[n]`.
     """
 
@@ -63,7 +61,6 @@ class PageFetcher:
         self._numbers(row, slot).start()
 
     def wait_for_numbers(self, row: Scalar, slot: Scalar) -> None:
-        """Waits until the row's page numbers have arrived."""
         self._numbers(row, slot).wait()
 
     def _numbers(self, row: Scalar, slot: Scalar) -> Any:
@@ -91,10 +88,8 @@ class PageFetcher:
         pl.loop(count // _STARTED_TOGETHER * _STARTED_TOGETHER, count)(start)
 
     def start_few_pages(self, place: Scalar, count: Scalar, slot: Scalar, first: int, most: int) -> None:
-        """As `start_pages` for up to `most` pages, unrolled: each copy is a few predicated operations.
-
-        It reads `most` page numbers whatever `count` is, so `page_numbers` must extend past the last row's.
-        """
+        """As `start_pages` for up to `most` pages, unrolled: each copy is a few predicated operations. It reads `most`
+        page numbers whatever `count` is, so `page_numbers` must extend past the last row's."""
         for index in range(most):
             page = self.page_numbers[place + index]
             copy = pltpu.make_async_copy(
@@ -103,18 +98,14 @@ class PageFetcher:
             pl.when(index < count)(copy.start)
 
     def wait_for_block(self, count: Scalar, slot: Scalar) -> None:
-        """Waits until the `count` pages that were started for a buffer have arrived.
-
-        A semaphore counts bytes, so one wait covers all pages.
-        """
+        """Waits until the `count` pages that were started for a buffer have arrived: a semaphore counts bytes, so one
+        wait covers all."""
         buffer = self.buffers.at[slot, pl.ds(0, count)]
         pl.when(count > 0)(pltpu.make_async_copy(buffer, buffer, self.kv_arrived.at[slot]).wait)
 
     def clear_values_from(self, length: Scalar, slot: Scalar, pages: int) -> None:
-        """Zeroes the values behind the first `length` slots of a block's first `pages` pages.
-
-        Their weights are zero, but unwritten memory may be NaN, and zero times NaN is NaN.
-        """
+        """Zeroes the values after the first `length` slots of a block's first `pages` pages. Their weights are zero,
+        but unwritten memory may be NaN, and zero times NaN is NaN."""
         partial = length // self.page_size
         self.clear_values_of(slot, jnp.minimum(partial, pages - 1), length - partial * self.page_size)
         values = self.buffers.shape[3] - 1
@@ -125,7 +116,7 @@ class PageFetcher:
                 self.buffers[slot, page, head, values] = jnp.zeros(self.buffers.shape[4:], self.buffers.dtype)
 
     def clear_values_of(self, slot: Scalar, page: Scalar, length: Scalar) -> None:
-        """Zeroes the values of one page behind its first `length` slots."""
+        """Zeroes the values of one page after its first `length` slots."""
         values = self.buffers.shape[3] - 1
         for head in range(self.buffers.shape[2]):
             found = self.buffers[slot, page, head, values]

@@ -1,11 +1,10 @@
 """Attention of prefill chunks: a whole block of queries uses each block of keys.
 
 A block of queries has consecutive tokens, perhaps of several chunks. A program takes one block and processes its chunks
-in order, each over the keys that its queries in the block may see; queries of other chunks are masked. The pages of
-the next block of keys, of this chunk, the next one or the next program, are fetched meanwhile.
-
-Queries are stored by head, so that a tile holds one head of all the block's tokens. Blocks of keys that all queries see
-entirely are multiplied without masks, those of a short chunk only by the run of queries that contains it.
+in order, each over the keys that its queries in the block may see; queries of other chunks are masked. The pages of the
+next block of keys, of this chunk, the next one or the next program, are fetched meanwhile. Queries are stored by head,
+so that a tile holds one head of all the block's tokens. Blocks of keys that all queries see entirely are multiplied
+without masks, those of a short chunk only by the run of queries that contains it.
 """
 
 from __future__ import annotations
@@ -72,14 +71,13 @@ def prefill_attention(
     cores: int = 1,
     checked: bool = False,
 ) -> jax.Array:
-    """Attention of all sequences except the first `num_decode`.
+    """Attention of all sequences except the first `num_decode`, `[heads, T, lanes]` in the type of the queries; 0 for
+    tokens of other sequences and padding.
 
-    **Arguments:** `queries` `[heads, T, lanes]`, T a multiple of `blocks.queries * cores`; `kv_pages` `[num_pages,
-    kv_heads, parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `query_starts`
-    int32 `[R + 1]`; `num_decode` int32 `[1]`; `cores`: the number of cores that share the work, each with consecutive
-    blocks; `checked`: compile address checks in.
-
-    **Returns:** `[heads, T, lanes]` in the type of the queries; 0 for tokens of other sequences and padding.
+    `queries` `[heads, T, lanes]`, T a multiple of `blocks.queries * cores`; `kv_pages` `[num_pages, kv_heads, parts,
+    page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `query_starts` int32 `[R + 1]`;
+    `num_decode` int32 `[1]`; `cores`: the number of cores that share the work, each with consecutive blocks; `checked`:
+    compile address checks in.
     """
     heads, tokens, lanes = queries.shape
     _, kv_heads, parts, page_size, _ = kv_pages.shape
@@ -241,13 +239,11 @@ def _add_block(
     num_rows: int,
     last_seen: jax.Array | None,
 ) -> None:
-    """Adds a block of keys to the softmax of some of the block's queries, for every head.
+    """Adds a block of keys to the softmax of some of the block's queries, for every head. `last_seen` int32 `[num_rows,
+    1]`: the last slot of the block that a query sees, negative if none; None if all queries see all slots.
 
     The scores of one head are computed during the softmax of the head before it, so that matrix and vector units work
     at the same time. Two buffers for scores alternate, at addresses that are static for the compiler.
-
-    `last_seen` int32 `[num_rows, 1]`: the last slot of the block that a query sees, negative if none; None if all
-    queries see all slots.
     """
     heads, _, lanes = queries.shape
     rows, first_rows = pl.ds(first_row, num_rows), pl.ds(0, num_rows)

@@ -55,10 +55,7 @@ CORES = {Chip.V4: 2, Chip.V5P: 2}
 
 
 def chip_of(device_kind: str) -> Chip:
-    """The chip of a JAX device kind.
-
-    **Raises:** `ConfigError` for a device kind that the kernels do not support.
-    """
+    """The chip of a JAX device kind. Raises `ConfigError` for one that the kernels do not support."""
     if device_kind not in _CHIPS:
         known = ", ".join(kind for kind, chip in _CHIPS.items() if chip is not Chip.INTERPRETER)
         raise ConfigError(
@@ -74,10 +71,7 @@ def known_chip(device_kind: str) -> Chip | None:
 
 
 def current_chip() -> Chip:
-    """The compilation's target: the chip of the current mesh, or of the default device.
-
-    **Raises:** as `chip_of`.
-    """
+    """The compilation's target: the chip of the current mesh, or of the default device. Raises as `chip_of`."""
     return chip_of(_device_kind())
 
 

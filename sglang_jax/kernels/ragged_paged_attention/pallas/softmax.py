@@ -49,13 +49,9 @@ def type_of_products(storage: jnp.dtype) -> jnp.dtype:
 
 
 def constants_per_head(heads: int, kv_heads: int, scale: float, options: AttentionOptions) -> jax.Array:
-    """Factors, float32 `[4, heads, 128]`, equal in all lanes.
-
-    - `SCORE_UNIT`: turns a score into an exponent of two.
-    - `SOFT_CAP_FACTOR`: multiplies a raw product before `tanh`, if scores are capped.
-    - `OUTPUT_FACTOR`: the scale of quantised values.
-    - `SINK`: the sink in units of a score.
-    """
+    """Factors, float32 `[4, heads, 128]`, equal in all lanes. `SCORE_UNIT` turns a score into an exponent of two;
+    `SOFT_CAP_FACTOR` multiplies a raw product before `tanh`, if scores are capped; `OUTPUT_FACTOR` is the scale of
+    quantised values; `SINK` is the sink in units of a score."""
     if options.kv_scales is None:
         key_scales = value_scales = jnp.ones(heads, jnp.float32)
     else:

@@ -15,11 +15,9 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, 
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens `first` to `last` (exclusive) of one sequence, all in one block of queries.
-
-    Token t of the batch is at position `t + shift` of its sequence. The span's visible keys are in its `pages`
-    page-table columns from `first_page` on.
-    """
+    """The tokens `first` to `last` (exclusive) of one sequence, all in one block of queries. Token t of the batch is at
+    position `t + shift` of its sequence. The span's visible keys are in `pages` page-table columns from `first_page`
+    on."""
 
     sequence: Scalar
     first: Scalar
@@ -37,8 +35,7 @@ class Cursor:
     - `sequence`: the next span's sequence, whose first block of pages is being fetched; R if none is left.
     - `following`: the next sequence with queries, whose page numbers are being fetched; R if none is left.
     - `place`: the next span's first token.
-    - `numbers_slot`: the slot of the sequence's page numbers.
-    - `slot`: the buffer of the span's first block.
+    - `numbers_slot`: the slot of the sequence's page numbers; `slot`: the buffer of the span's first block.
     """
 
     sequence: jax.Array
@@ -55,7 +52,6 @@ class Cursor:
         return cls(state[0], state[1], state[2], state[3], state[4])
 
     def store(self, state: Ref) -> None:
-        """Writes the cursor to scalar memory `[SIZE]`."""
         state[0], state[1], state[2] = self.sequence, self.following, self.place
         state[3], state[4] = self.numbers_slot, self.slot
 
@@ -63,10 +59,8 @@ class Cursor:
 @dataclass(frozen=True)
 class Walk:
     """A walk over the sequences from `num_decode` on, in blocks of `width` queries and of pages, up to the token at
-    `last_place` (exclusive), where another core's share starts.
-
-    - `kv_lens` int32 `[R]`, `query_starts` int32 `[R + 1]`, `num_decode` int32 `[1]`: scalar memory.
-    """
+    `last_place` (exclusive), where another core's share starts. `kv_lens` int32 `[R]`, `query_starts` int32 `[R + 1]`,
+    `num_decode` int32 `[1]`: in scalar memory."""
 
     fetcher: PageFetcher
     kv_lens: Ref
@@ -114,7 +108,7 @@ class Walk:
         span = self._span_at(cursor.sequence, cursor.place, end_place)
         pages_per_block = self.fetcher.pages_per_block
         blocks = pl.cdiv(span.pages, pages_per_block)
-        goes_on = self.query_starts[span.sequence + 1] > end_place
+        continues = self.query_starts[span.sequence + 1] > end_place
         after = self._with_queries_after(cursor.following)
 
         @pl.loop(0, blocks)
@@ -126,11 +120,11 @@ class Walk:
             def _() -> None:
                 self._start_block(span, index + 1, cursor.numbers_slot, 1 - slot)
 
-            @pl.when(last & goes_on & (end_place < self.last_place))
+            @pl.when(last & continues & (end_place < self.last_place))
             def _() -> None:
                 self._start_first_block(span.sequence, end_place, cursor.numbers_slot, 1 - slot)
 
-            @pl.when(last & jnp.logical_not(goes_on))
+            @pl.when(last & jnp.logical_not(continues))
             def _() -> None:
                 place = self.query_starts[cursor.following]
                 self._start_sequence(cursor.following, place, 1 - cursor.numbers_slot, 1 - slot)
@@ -141,10 +135,10 @@ class Walk:
             attend(span, (span.first_page + done) * self.fetcher.page_size, slot)
 
         return Cursor(
-            sequence=jnp.where(goes_on, span.sequence, cursor.following),
-            following=jnp.where(goes_on, cursor.following, after),
-            place=jnp.where(goes_on, end_place, self.query_starts[cursor.following]),
-            numbers_slot=jnp.where(goes_on, cursor.numbers_slot, 1 - cursor.numbers_slot),
+            sequence=jnp.where(continues, span.sequence, cursor.following),
+            following=jnp.where(continues, cursor.following, after),
+            place=jnp.where(continues, end_place, self.query_starts[cursor.following]),
+            numbers_slot=jnp.where(continues, cursor.numbers_slot, 1 - cursor.numbers_slot),
             slot=(cursor.slot + blocks) % 2,
         )
 

@@ -43,20 +43,17 @@ Table = dict[tuple[Shape, Phase], Entry]
 
 
 def read_table(path: Path = TABLE) -> Table:
-    """Reads a table: one entry a line."""
     entries = [_from_json(fields) for fields in json.loads(path.read_text())]
     return {(entry.shape, entry.phase): entry for entry in entries}
 
 
 def write_table(entries: Iterable[Entry], path: Path = TABLE) -> None:
-    """Writes a table in sorted order."""
     lines = sorted(json.dumps(_as_json(entry)) for entry in entries)
     path.write_text("[\n  " + ",\n  ".join(lines) + "\n]\n")
 
 
 @cache
 def tuned() -> Table:
-    """The package's table."""
     return read_table()
 
 
