@@ -162,7 +162,7 @@ class Admission:
     def _guest(self, request: Request, look: _Look) -> Request | None:
         """The first guest in the fair order, if the client request of `request` has a row and a guest is due."""
         if (
-            self._queue.uses_fair_order
+            self._queue.policy.uses_fair_order
             or self._seats_past_guests < GUEST_INTERVAL - 1
             or request.flow_key not in look.flows
         ):

@@ -26,6 +26,7 @@ from sglang_jax.scheduler.drafting import AdaptiveDrafts, Drafting, FixedDrafts
 from sglang_jax.scheduler.finisher import Finisher
 from sglang_jax.scheduler.messages import Channel, NewRequest
 from sglang_jax.scheduler.planner import OutOfPages, PlannedStep, Planner
+from sglang_jax.scheduler.policies import create_policy
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.recent_outputs import RecentOutputs
 from sglang_jax.scheduler.request import Request, RequestState
@@ -77,7 +78,7 @@ class Scheduler:
             eviction=config.radix_eviction_policy,
             debug=config.debug_memory,
         )
-        self.queue = WaitingQueue(config.schedule_policy, self._cached_prefix)
+        self.queue = WaitingQueue(create_policy(config.schedule_policy, self._cached_prefix), self._cached_prefix)
         self.rows = Rows(self.cache, self.queue, spec.max_rows, spec.max_context)
         self.sessions = Sessions(self.cache.pins, config.max_sessions, config.session_timeout, clock)
         self.cache.pins.share = config.session_memory_fraction

@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
-from operator import attrgetter
 
-from sglang_jax.config import SchedulePolicy
 from sglang_jax.queues.fair_queue import FairQueue, FlowKey
-from sglang_jax.queues.order import Key, Order
+from sglang_jax.queues.order import Order
+from sglang_jax.scheduler.policies import Policy, fair_order
 from sglang_jax.scheduler.request import Request, RequestState, Waiting
 from sglang_jax.scheduler.reserve import CLIP
-
-LONGEST_PREFIX_WINDOW = 128
-"""Requests whose cached prefix the policy lpm looks up: the whole queue in each step would cost more than it saves."""
-
-RANKED_NODES = 1024
-"""Nodes of the tree that a look may visit to find the longest prefix, not counting those of its last prompt."""
-
-_ARRIVAL = attrgetter("sequence")
-_COST = attrgetter("waiting.cost")  # called for each request of a look; so these are faster than functions
-
-
-def fair_order() -> FairQueue[Request]:
-    """Tenants share fairly, and so do the client requests of each: with one client request, or if each has one prompt
-    and one tenant sends them all, the order of arrival."""
-    return FairQueue(attrgetter("flow_key"), _ARRIVAL, _COST, key=lambda request: (request.sequence,))
-
-
-def _longest_output_first() -> FairQueue[Request]:
-    """Tenants share fairly; of each, the longest allowed output is first, ties by arrival."""
-    return FairQueue(_tenant_only, _ARRIVAL, _COST, key=_output_key)
 
 
 class PriorityQueue:
@@ -97,24 +75,16 @@ class PriorityQueue:
 
 class WaitingQueue:
     """The waiting requests in five orders: fair (`FairQueue`), by policy, by work (fewest tokens to compute first), by
-    priority and then work, and by age. The policies are:
+    priority and then work, and by age. A retracted request is before all others; if the policy is by priority, before
+    all others of its priority. `cached_prefix`: looks up a request's cached length, and updates its bookmark."""
 
-    - fcfs: the fair order. priority: highest first; within a priority, the fair order.
-    - lpm: among the first `LONGEST_PREFIX_WINDOW` in the fair order, the longest cached prefix of each tenant first.
-    - lof: the longest allowed output of each tenant first, ties by arrival.
-
-    Under all policies, tenants share fairly: a policy orders only requests of the same tenant. A retracted request is
-    before all others; under `priority`, before all others of its priority. No policy prevents starvation; admission
-    does, by admitting the oldest request at intervals.
-    """
-
-    def __init__(self, policy: SchedulePolicy, cached_prefix: Callable[[Request], int]) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, cached_prefix: Callable[[Request], int]) -> None:
+        self.policy = policy
         self._cached_prefix = cached_prefix
         self._by_turn = self._by_policy = PriorityQueue()
-        if policy is SchedulePolicy.LOF:
-            self._by_policy = PriorityQueue(_longest_output_first)
-        self._regardless = PriorityQueue() if policy is SchedulePolicy.PRIORITY else self._by_turn
+        if policy.order is not fair_order:
+            self._by_policy = PriorityQueue(policy.order)
+        self._regardless = PriorityQueue() if policy.by_priority else self._by_turn
         self._by_priority: Order[Request] = Order()
         self._by_work = self._by_priority  # the same while all requests have one priority
         self._by_age: list[tuple[int, int, Request]] = []
@@ -123,11 +93,6 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._by_priority)
-
-    @property
-    def uses_fair_order(self) -> bool:
-        """Whether the policy's order is the fair one, within a priority."""
-        return self._policy in (SchedulePolicy.FCFS, SchedulePolicy.PRIORITY)
 
     def look_again(self) -> None:
         """Notes a release, an insertion or an arrival: requests that did not fit may fit now."""
@@ -183,35 +148,7 @@ class WaitingQueue:
 
     def first(self, count: int) -> Iterator[Request]:
         """The first `count` requests in the order of the policy, as of now."""
-        if self._policy is not SchedulePolicy.LPM:
-            return self.front(count)
-        every = self.front(max(count, LONGEST_PREFIX_WINDOW))
-        window = self._longest_prefix_first(list(islice(every, LONGEST_PREFIX_WINDOW)))
-        return islice(chain(window, every), count)
-
-    def _longest_prefix_first(self, window: list[Request]) -> Iterator[Request]:
-        """Gives the places of each tenant's requests to those with the longest prefix first."""
-        retracted = sum([request.state is RequestState.RETRACTED for request in window])  # these are first
-        by_tenant: dict[str, list[Request]] = defaultdict(list)
-        for request in window[retracted:]:
-            by_tenant[request.flow_key[0]].append(request)
-        lengths = self._look_up(window[retracted:])
-        order = {
-            tenant: iter(sorted(requests, key=lengths.__getitem__, reverse=True))
-            for tenant, requests in by_tenant.items()
-        }
-        rest = [next(order[request.flow_key[0]]) for request in window[retracted:]]
-        return chain(window[:retracted], rest)
-
-    def _look_up(self, window: list[Request]) -> dict[Request, int]:
-        """The cached length of each request. Requests with the fewest visited nodes are looked up first; after
-        `RANKED_NODES` nodes, the others keep their last known length."""
-        lengths, left = {}, RANKED_NODES
-        for request in sorted(window, key=_visited):
-            before = _visited(request)
-            lengths[request] = request.waiting.bookmark.length if left <= 0 else self._cached_prefix(request)
-            left -= _visited(request) - before
-        return lengths
+        return self.policy.first(self.front, count)
 
     def front(self, count: int) -> Iterator[Request]:
         """Like `first`, but in the fair order for lpm, without looking up prefixes."""
@@ -224,7 +161,7 @@ class WaitingQueue:
     def passes(self, request: Request, waiting: Request) -> bool:
         """Whether `request`, of another tenant or a higher priority, would overtake `waiting`, the first in the fair
         order."""
-        by_priority = self._policy is SchedulePolicy.PRIORITY and request.priority > waiting.priority
+        by_priority = self.policy.by_priority and request.priority > waiting.priority
         return by_priority or request.flow_key[0] != waiting.flow_key[0]
 
     def guest(self, flows: Collection[FlowKey]) -> Request | None:
@@ -272,20 +209,8 @@ class WaitingQueue:
         return list(self.front(len(self)))
 
     def _priority(self, request: Request) -> int:
-        return request.priority if self._policy is SchedulePolicy.PRIORITY else 0
-
-
-def _visited(request: Request) -> int:
-    return request.waiting.bookmark.visited
+        return request.priority if self.policy.by_priority else 0
 
 
 def _waits(request: Request) -> bool:
     return request.waiting.queued
-
-
-def _tenant_only(request: Request) -> FlowKey:
-    return (request.flow_key[0], "")
-
-
-def _output_key(request: Request) -> Key:
-    return (request.prompt_len - request.total_len, request.sequence)

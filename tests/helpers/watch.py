@@ -201,7 +201,7 @@ class Watch:
             for one, start in zip(under_way, starts, strict=True)
         )
         firsts = [next(scheduler.queue.first(1)), scheduler.queue.oldest(), scheduler.queue.next_turn()]
-        if not scheduler.queue.uses_fair_order:
+        if not scheduler.queue.policy.uses_fair_order:
             guest = scheduler.queue.guest({one.flow_key for one in scheduler.rows.requests if one is not None})
             firsts += [guest] if guest is not None else []
         return all(

@@ -12,9 +12,10 @@ from sglang_jax.config import SchedulePolicy
 from sglang_jax.mem_cache.radix_tree import Bookmark, RadixTree
 from sglang_jax.queues.fair_queue import Flow
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler import waiting_queue
+from sglang_jax.scheduler import policies
+from sglang_jax.scheduler.policies import LONGEST_PREFIX_WINDOW
 from sglang_jax.scheduler.request import Request
-from sglang_jax.scheduler.waiting_queue import LONGEST_PREFIX_WINDOW, WaitingQueue
+from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 SHALLOW, DEEP = 20, 120
 BOTH = [SchedulePolicy.FCFS, SchedulePolicy.LPM]
@@ -107,7 +108,7 @@ def test_prompts_are_matched_again_only_if_nodes_of_their_match_have_changed(mon
 
 def run_growing_path(monkeypatch: pytest.MonkeyPatch, most: int = 50) -> None:
     """The path grows while they wait: prompts that a pass does not reach are ranked by their last known match."""
-    monkeypatch.setattr(waiting_queue, "RANKED_NODES", most)
+    monkeypatch.setattr(policies, "RANKED_NODES", most)
     case = DeepPath(SchedulePolicy.LPM, DEEP, waiting=0)
     queue = case.bench.scheduler.queue
     case.wait(100)

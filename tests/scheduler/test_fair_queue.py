@@ -18,8 +18,9 @@ from sglang_jax.config import SchedulePolicy
 from sglang_jax.queues.fair_queue import FairQueue, FlowKey, Shares
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.admission import AGED_TURN, GUEST_ROWS, Admission, _Look
+from sglang_jax.scheduler.policies import FairOrder, fair_order
 from sglang_jax.scheduler.request import Request, Waiting
-from sglang_jax.scheduler.waiting_queue import WaitingQueue, fair_order
+from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 MOST = 40
 """Tokens of the largest request."""
@@ -459,7 +460,7 @@ def test_a_request_that_fits_no_pool_is_refused_once(policy: SchedulePolicy) -> 
 
 def test_a_pass_over_the_queue_costs_the_same_for_any_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: each pass went through all priorities: 5,000 of them took ten milliseconds."""
-    queue = WaitingQueue(SchedulePolicy.PRIORITY, lambda request: 0)
+    queue = WaitingQueue(FairOrder(by_priority=True), lambda request: 0)
     for number in range(1, 200):
         request = waiting(number, "key", f"one {number}", 0)
         request.priority = number
@@ -477,7 +478,7 @@ def test_no_rows_are_reserved_where_requests_have_no_name() -> None:
 def test_a_newcomer_is_next_but_one_for_any_queue() -> None:
     """Next but one: a tenant that came before it, and has been served once like all, may go first. Requests that left
     are not counted."""
-    queue = WaitingQueue(SchedulePolicy.FCFS, lambda request: 0)
+    queue = WaitingQueue(FairOrder(), lambda request: 0)
     many = [waiting(number, "key", "many", 0) for number in range(1, 30)]
     for request in many:
         queue.add(request)

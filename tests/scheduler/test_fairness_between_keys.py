@@ -10,10 +10,10 @@ from helpers.scheduling import Bench
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler import chunking, waiting_queue
+from sglang_jax.scheduler import chunking, policies
 from sglang_jax.scheduler.admission import AGED_TURN, PASSED_TURN, Admission
+from sglang_jax.scheduler.policies import LongestPrefixFirst
 from sglang_jax.scheduler.request import Request
-from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 HOT = [1 + (7 * i) % 37 for i in range(16)]
 CROWD = 100
@@ -171,14 +171,14 @@ def test_a_longer_backlog_does_not_make_another_request_of_the_same_key_wait_lon
 
 def by_policy_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tenants do not alternate among the requests that a policy orders."""
-    monkeypatch.setattr(waiting_queue, "_tenant_only", lambda request: ("", ""))
+    monkeypatch.setattr(policies, "_tenant_only", lambda request: ("", ""))
 
 
 def longest_prefix_of_any_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sort(self: WaitingQueue, window: list[Request]) -> Iterator[Request]:
+    def sort(self: LongestPrefixFirst, window: list[Request]) -> Iterator[Request]:
         return iter(sorted(window, key=self._cached_prefix, reverse=True))
 
-    monkeypatch.setattr(WaitingQueue, "_longest_prefix_first", sort)
+    monkeypatch.setattr(LongestPrefixFirst, "_longest_prefix_first", sort)
 
 
 def never_return_to_the_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:

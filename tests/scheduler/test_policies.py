@@ -8,8 +8,9 @@ from helpers.scheduling import Bench
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.policies import LONGEST_PREFIX_WINDOW, LongestPrefixFirst
 from sglang_jax.scheduler.request import Request
-from sglang_jax.scheduler.waiting_queue import LONGEST_PREFIX_WINDOW, WaitingQueue
+from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 PREFIX = [1 + (5 * i) % 37 for i in range(16)]
 
@@ -91,7 +92,7 @@ def test_beyond_the_window_the_order_is_by_arrival() -> None:
         peeked.append(request.id)
         return request.id
 
-    queue = WaitingQueue(SchedulePolicy.LPM, cached_prefix)
+    queue = WaitingQueue(LongestPrefixFirst(cached_prefix), cached_prefix)
     for request in bench.scheduler.queue.requests():
         queue.add(request)
     peeked.clear()
