@@ -45,7 +45,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs package-test proofs serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help docs proxy-test package-test proofs serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -95,6 +95,10 @@ tpu-check: $(TEST_READY) ## compile kernels and whole models, including large on
 
 ray-test: $(RAY_READY) ## install Ray, and test batches on a cluster whose nodes are killed, and the Ray Serve example
 	$(VENV)/ray/bin/python -m pytest tests/on_ray $(ARGS)
+
+proxy-test: $(TEST_READY) ## test the recipes of deploy/proxy with the installed nginx (and Caddy), and attack a server through nginx
+	$(BIN)/python -m pytest tests/server/test_proxies.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python benchmarks/abuse.py --proxy nginx --seconds 6
 
 docs: $(VENV)/docs/.ready ## build the documentation site into site/, with the reference from docstrings; fails on broken links
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict

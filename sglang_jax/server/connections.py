@@ -148,7 +148,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._expect_head()
         self._num_unparsed += len(data)
         super().data_received(data)
-        if self._num_unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._num_unparsed > MAX_HEAD_BYTES and not self._is_refused and not self.transport.is_closing():
             self._refuse(head_too_large())
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -32,38 +32,45 @@ def test_its_core_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     core.close()
 
 
-MET = {"health s": 0.25, "ttft x": 2.0, "chat x": 1.0, "peak MiB": 64.0, "left MiB": -3.0, "held s": 0.02}
+MET = {"health s": 0.25, "held s": 0.02, "recovery s": 5.0, "left MiB": -3.0}
+ALWAYS = ("recovery s", "left MiB")
 
 
+@pytest.mark.parametrize("proxy", [None, "nginx"])
 @pytest.mark.parametrize("over", [None, *MET])
 def test_a_missed_target_is_the_exit_status(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], over: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    over: str | None,
+    proxy: str | None,
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     abuse = importlib.import_module("abuse")
-    assert list(abuse.TARGETS) == list(MET)
+    assert (tuple(abuse.TARGETS), list(abuse.PROXY_TARGETS)) == (ALWAYS, list(MET))
     (tmp_path / "log").touch()
 
     def measure(name: str, *_: Any) -> dict[str, Any]:
         row = {"attack": name, "ttft ms": 5.0, "chat ms": 5.0, **MET}
         if name == "deep" and over is not None:
-            row |= {over: 100.0, "ttft ms": 500.0 if over == "ttft x" else 5.0}
-            row["chat ms"] = 500.0 if over == "chat x" else 5.0
+            row[over] = 100.0
         return row
 
     monkeypatch.setattr(abuse, "running_server", lambda: nullcontext((0, None, tmp_path / "log")))
     monkeypatch.setattr(abuse, "post", lambda *_: None)
     monkeypatch.setattr(abuse, "measure", measure)
-    monkeypatch.setattr("sys.argv", ["abuse.py"])
-    assert abuse.main() == (over is not None)
+    monkeypatch.setattr(abuse, "running_proxy", lambda kind, port: nullcontext(1))
+    monkeypatch.setattr("sys.argv", ["abuse.py", *(["--proxy", proxy] if proxy else [])])
+    fails = over is not None and (proxy is not None or over in ALWAYS)
+    assert abuse.main() == fails
     told = [line.partition(": ") for line in capsys.readouterr().out.splitlines()]
     said = {name: rest for name, _, rest in told if name in abuse.ATTACKS}
     assert set(said) == set(abuse.ATTACKS) - {"none"}
     missed = {name: rest for name, rest in said.items() if rest != "all targets are met"}
-    assert missed == ({} if over is None else {"deep": f"{over} 100.00, target {abuse.TARGETS[over]:g}"})
+    assert missed == ({"deep": f"{over} 100.00, target {abuse.PROXY_TARGETS[over]:g}"} if fails else {})
 
 
 def test_malformed_requests_that_break_the_server_are_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     abuse = importlib.import_module("abuse")
-    assert [abuse.tell_failures([{"5xx": count}]) for count in (0, 3)] == [0, 3]
+    assert [abuse.tell_failures([{"5xx": count}], {}) for count in (0, 3)] == [0, 3]

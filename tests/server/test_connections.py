@@ -365,7 +365,7 @@ def test_the_process_may_open_as_many_files_as_connections_need() -> None:
     ],
     ids=["header", "headers", "url", "chunk extension", "trailer", "trailers", "pipelined requests"],
 )
-def test_what_a_parser_holds_is_limited(patient: EchoServer, endless: bytes) -> None:
+def test_what_a_parser_holds_is_limited(patient: EchoServer, endless: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """The connection ends; before a request has come, with an error."""
     with connect(patient) as connection:
         with suppress(ConnectionError):
@@ -378,6 +378,7 @@ def test_what_a_parser_holds_is_limited(patient: EchoServer, endless: bytes) -> 
     else:
         assert answer.startswith(b"HTTP/1.1 431 head_too_large")
     assert healthy(patient)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_pipelined_requests_are_answered_in_order(patient: EchoServer) -> None:
