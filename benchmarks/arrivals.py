@@ -24,6 +24,7 @@ from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig, SchedulePolicy
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler.commands import inbound_types
 from sglang_jax.scheduler.loop import SchedulerLoop
 from sglang_jax.scheduler.messages import AbortRequest, Inbound, NewRequest, Outbound
 
@@ -39,7 +40,7 @@ class PackedChannel:
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)
+        self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(inbound_types())
         self._inbox: list[bytes] = []
         self._taken = 0
 
