@@ -40,7 +40,7 @@ from machine import report
 from starlette.types import Message
 from uvicorn.loops.auto import auto_loop_factory
 
-from sglang_jax.checkpoint.text_stream import TextStream
+from sglang_jax.checkpoint.tokenizer import TextStream
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.channel import CoreChannel, Published, Ready, Stopped
 from sglang_jax.engine.client import AsyncEngineClient

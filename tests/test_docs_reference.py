@@ -30,13 +30,13 @@ from sglang_jax.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGP
 from sglang_jax.scheduler.messages import ExpertBalance, SchedulerStats
 from sglang_jax.server import errors as server_errors
 from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.auth import ROUTES_PATH
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.control import AbortBody
 from sglang_jax.server.fields import IGNORED_FIELDS, MAX_STOP_STRINGS, NEUTRAL_VALUES, Body
 from sglang_jax.server.management import DetokenizeBody, TokenizeBody
 from sglang_jax.server.native_schema import GenerateBody
 from sglang_jax.server.openai_schema import ChatBody, CompletionBody, StreamOptions
-from sglang_jax.server.route_list import ROUTES_PATH
 from sglang_jax.server.sampling import NativeSampling, SamplingFields
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,6 @@ from typing import Protocol
 import msgspec
 
 from sglang_jax.batch.append_file import AppendFile, lines_of, truncate
-from sglang_jax.batch.line_set import LineSet
 from sglang_jax.errors import BatchError
 
 _ID = re.compile(r"batch_req_([1-9][0-9]*)")
@@ -141,3 +140,29 @@ class Journal:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+
+class LineSet:
+    """Numbers from 0. Takes one bit for each up to the largest: 12 MB for a hundred million lines."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, number: int) -> bool:
+        byte = number >> 3
+        return byte < len(self._bits) and bool(self._bits[byte] >> (number & 7) & 1)
+
+    def add(self, number: int) -> bool:
+        """Adds a number. Returns False if the set has it already."""
+        if number in self:
+            return False
+        byte = number >> 3
+        if byte >= len(self._bits):
+            self._bits.extend(bytes(byte + 1 - len(self._bits)))
+        self._bits[byte] |= 1 << (number & 7)
+        self._count += 1
+        return True

@@ -1,4 +1,5 @@
-"""Parses a line of the input: a request for one of the server's routes, or an error."""
+"""Parses a line of the input: a request for one of the server's routes, or an error. A line without a seed gets one
+derived only from its position in the input."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Raw
 
-from sglang_jax.batch.seeds import add_seed, seed_of
 from sglang_jax.errors import quote
+from sglang_jax.scheduler.request_builder import arrival_seed
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -26,6 +27,7 @@ _PLAIN_FIELDS = {"prompt": COMPLETIONS, "messages": CHAT}
 _NAMESPACE_FIELDS = ("cache_salt", "extra_key")
 
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_SEVERAL_PROMPTS = re.compile(rb'\[\s*["\[]')
 _LONE_SURROGATE = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
 
 Fields = dict[str, Raw]
@@ -184,3 +186,28 @@ def parse_defaults(text: str) -> dict[str, Raw]:
         if name in taken:
             raise ValueError(f"defaults may only contain fields that lines can share, got {name}: remove it")
     return {name: Raw(bytes(value)) for name, value in fields.items()}
+
+
+def seed_of(random_seed: int, number: int) -> Raw:
+    """Returns the seed of a line as JSON. Seeds are far apart, as n completions use n successive ones."""
+    return Raw(str(arrival_seed(random_seed, number + 1)).encode())
+
+
+def add_seed(body: dict[str, Raw], seed: Raw) -> None:
+    """Adds a seed to a body without one. Several prompts get none, because equal prompts would get equal answers."""
+    prompts = [bytes(body[name]) for name in ("prompt", "text", "input_ids") if name in body]
+    if any(_SEVERAL_PROMPTS.match(prompt) for prompt in prompts):
+        return
+    if "text" not in body and "input_ids" not in body:
+        if _is_null(body, "seed"):
+            body["seed"] = seed
+    elif _is_null(body, "sampling_params"):
+        body["sampling_params"] = Raw(_encoder.encode({"seed": seed}))
+    elif bytes(body["sampling_params"]).startswith(b"{"):
+        sampling = _fields.decode(body["sampling_params"])
+        if _is_null(sampling, "seed") and _is_null(sampling, "sampling_seed"):
+            body["sampling_params"] = Raw(_encoder.encode({**sampling, "seed": seed}))
+
+
+def _is_null(fields: dict[str, Raw], name: str) -> bool:
+    return name not in fields or bytes(fields[name]) == b"null"

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 from msgspec import Raw
 
 from sglang_jax.batch.append_file import lines_of, sync_folder
-from sglang_jax.batch.journal import number_of
-from sglang_jax.batch.line_set import LineSet
+from sglang_jax.batch.journal import LineSet, number_of
 from sglang_jax.batch.source import Record, Skip
 from sglang_jax.errors import BatchError
 

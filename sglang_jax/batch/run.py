@@ -17,8 +17,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from sglang_jax import logs
 from sglang_jax.batch.driver import READ_LINES, Driver
-from sglang_jax.batch.journal import Journal, Sink
-from sglang_jax.batch.line_set import LineSet
+from sglang_jax.batch.journal import Journal, LineSet, Sink
 from sglang_jax.batch.lines import parse_defaults
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ordered import OrderedJournal, Spool

@@ -1,4 +1,4 @@
-"""GGUF metadata → `ModelConfig`."""
+"""GGUF metadata → `ModelConfig`, and the sampling values that a file recommends."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from sglang_jax.checkpoint.gguf_end_tokens import gguf_end_token_ids
 from sglang_jax.checkpoint.gguf_file import GgufFile, Value
 from sglang_jax.checkpoint.gguf_reader import ROPE_FACTORS
 from sglang_jax.errors import CheckpointError
+from sglang_jax.sampling import GenerationDefaults
 
 _EXPERTS = "expert_count"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
@@ -258,3 +259,21 @@ def llama3_divisors(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
     turns = rope.original_max_position * frequencies / (2 * math.pi)
     share = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
     return 1.0 / ((1.0 - share) / rope.factor + share)
+
+
+def gguf_generation_defaults(file: GgufFile) -> GenerationDefaults:
+    """The file's `general.sampling.*`. The repetition penalty is left out, because GGUF's covers only the last
+    `penalty_last_n` tokens. Raises `CheckpointError` for a value of a wrong type."""
+    top_k = file.get("general.sampling.top_k", int)
+    return GenerationDefaults(
+        temperature=_number(file, "temp"),
+        top_p=_number(file, "top_p"),
+        top_k=-1 if top_k is not None and top_k <= 0 else top_k,  # in GGUF, 0 keeps all tokens
+        min_p=_number(file, "min_p"),
+    )
+
+
+def _number(file: GgufFile, name: str) -> float | None:
+    """Rounds to 7 digits: the file stores 0.9 as a float32."""
+    value = file.get(f"general.sampling.{name}", float)
+    return None if value is None else float(f"{value:.7g}")

@@ -10,10 +10,9 @@ from typing import Any
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.end_tokens import end_token_ids
-from sglang_jax.checkpoint.gguf_config import gguf_model_config
+from sglang_jax.checkpoint.gguf_config import gguf_generation_defaults, gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
-from sglang_jax.checkpoint.gguf_sampling import gguf_generation_defaults
 from sglang_jax.checkpoint.hf_config import (
     load_generation_defaults,
     load_hf_config,

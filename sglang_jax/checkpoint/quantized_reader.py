@@ -7,7 +7,10 @@ in the lowest byte; `X.weight_shape` is then `[out, in]`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 
 import ml_dtypes
 import numpy as np
@@ -18,11 +21,13 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, Stored, ValueType
 from sglang_jax.checkpoint.hf_quantization import Scheme, StoredQuantization
-from sglang_jax.checkpoint.kept_arrays import KeptArrays
 from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.tensors import expected_tensors, listed, mtp_prefixes
 from sglang_jax.errors import CheckpointError
+
+_MAX_KEPT = 1024
+"""The row scales of this many matrices have some tens of MiB at most."""
 
 _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".weight_scale", ".input_scale"
 _PACKED, _SHAPE = ".weight_packed", ".weight_shape"
@@ -194,3 +199,37 @@ class QuantizedReader:
 
 def _companion(weight: str, suffix: str) -> str:
     return weight.removesuffix(_WEIGHT) + suffix
+
+
+class KeptArrays:
+    """An LRU cache of `read`, whose arrays must not be changed. Thread-safe; if several threads want the same array,
+    one reads it and the others wait."""
+
+    def __init__(self, read: Callable[[str], Array], most: int = _MAX_KEPT) -> None:
+        self._read = read
+        self._most = most
+        self._lock = threading.Lock()
+        self._arrays: OrderedDict[str, Future[Array]] = OrderedDict()
+
+    def get(self, name: str) -> Array:
+        """Returns the array. An exception of `read` goes to all waiting threads, and is not cached."""
+        with self._lock:
+            wanted = self._arrays.get(name)
+            first = wanted is None
+            if wanted is None:
+                wanted = self._arrays[name] = Future()
+                if len(self._arrays) > self._most:
+                    self._arrays.popitem(last=False)
+            self._arrays.move_to_end(name)
+        if first:
+            self._fill(name, wanted)
+        return wanted.result()
+
+    def _fill(self, name: str, wanted: Future[Array]) -> None:
+        try:
+            wanted.set_result(self._read(name))
+        except BaseException as error:
+            with self._lock:
+                if self._arrays.get(name) is wanted:
+                    del self._arrays[name]
+            wanted.set_exception(error)

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of all checkpoint formats, without tensor libraries.
+"""Tokenizers, streams of text and chat templates of all checkpoint formats, without tensor libraries.
 
 For folders, transformers' `PreTrainedTokenizerFast` is used, because `AutoTokenizer` imports torch if it is installed.
 It is imported only for folders, because importing transformers takes most of a second.
@@ -6,9 +6,10 @@ It is imported only for folders, because importing transformers takes most of a 
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import platform
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +24,6 @@ from sglang_jax.checkpoint.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from sglang_jax.checkpoint.marked_text import MarkedText
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
 from sglang_jax.checkpoint.template_process import TEMPLATE_SECONDS
-from sglang_jax.checkpoint.text_stream import TextStream
 from sglang_jax.checkpoint.token_spelling import spelling_of
 from sglang_jax.errors import CheckpointError, ParameterError, RequestError, cut
 
@@ -346,3 +346,48 @@ def _read_template(file: Path) -> str:
         return read_file(file, _MAX_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"chat template {file} is not UTF-8: {error}") from error
+
+
+class TextStream:
+    """Decodes a growing sequence of tokens in pieces.
+
+    A character split over tokens is held back until its last byte, so U+FFFD appears only for bytes that are not UTF-8.
+    The joined pieces equal the decoding of all tokens at once; each token costs the same, whatever the length.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        skipped: Collection[int],
+        leading_spaces_stripped: int,
+    ) -> None:
+        """`skipped`: tokens without text; `leading_spaces_stripped`: maximum leading spaces to remove."""
+        self._token_bytes = token_bytes
+        self._skipped = skipped
+        self._spaces_to_strip = leading_spaces_stripped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds_bytes = False
+
+    def push(self, token_id: int) -> str:
+        """The text that a token adds; empty while a character is incomplete."""
+        if token_id in self._skipped:
+            return ""
+        data = self._token_bytes(token_id)
+        if data.isascii() and not self._holds_bytes:
+            text = data.decode("ascii")  # most tokens; the decoder takes ten times as long
+        else:
+            text = self._decoder.decode(data)
+            self._holds_bytes = bool(self._decoder.getstate()[0])
+        return self._stripped(text) if self._spaces_to_strip else text
+
+    def flush(self) -> str:
+        """Ends the text: returns U+FFFD if the last character is incomplete."""
+        return self._stripped(self._decoder.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        while self._spaces_to_strip and text.startswith(" "):
+            text = text[1:]
+            self._spaces_to_strip -= 1
+        if text:
+            self._spaces_to_strip = 0
+        return text

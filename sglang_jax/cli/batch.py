@@ -6,8 +6,7 @@ import importlib.util
 
 import click
 
-from sglang_jax.batch.options import BatchConfig, Runner
-from sglang_jax.batch.ray_options import RayOptions
+from sglang_jax.batch.options import BatchConfig, RayOptions, Runner
 from sglang_jax.cli.options import flag_name, options_of, with_model
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import BatchError, how_to_install

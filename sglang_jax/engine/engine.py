@@ -18,7 +18,7 @@ from sglang_jax.engine.items import ItemConverter, Prompt, RequestOptions, Sampl
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.loop_thread import LoopThread
-from sglang_jax.engine.main_guard import check_main
+from sglang_jax.engine.process import check_main
 from sglang_jax.engine.session import Session
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
 from sglang_jax.engine.validation import new_session

@@ -15,9 +15,8 @@ from sglang_jax.engine.channel import ClientChannel, CoreChannel, Published, Rea
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import Core, CoreLoader
 from sglang_jax.engine.core_link import DUMP_SECONDS, LAST_WORDS_SECONDS, CoreHandle, CoreLink
-from sglang_jax.engine.main_guard import UNGUARDED
 from sglang_jax.engine.placement import Placement
-from sglang_jax.engine.process import CoreProcess, CoreThread
+from sglang_jax.engine.process import UNGUARDED, CoreProcess, CoreThread
 from sglang_jax.engine.single_link import SingleLink
 from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError, NoRoomError

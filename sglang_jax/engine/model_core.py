@@ -1,10 +1,13 @@
-"""The engine core that serves a checkpoint: backend, warm-up, scheduler."""
+"""The engine core that serves a checkpoint: backend, warm-up with regular log lines, scheduler."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from tqdm import tqdm
@@ -15,7 +18,6 @@ from sglang_jax.checkpoint.resolve import ModelSource
 from sglang_jax.checkpoint.token_table import load_token_table
 from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig, Warmup
 from sglang_jax.engine.channel import CoreChannel, Ready
-from sglang_jax.engine.start_log import WarmUpProgress, log_every_few_seconds
 from sglang_jax.engine.types import ModelInfo, TextTokenizer
 from sglang_jax.errors import CheckpointError, ParameterError
 from sglang_jax.grammar.compiler import GrammarCompiler
@@ -25,6 +27,8 @@ from sglang_jax.runner.group import GroupRunner
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling import GenerationDefaults, with_defaults
 from sglang_jax.scheduler.loop import SchedulerLoop
+
+SECONDS_BETWEEN_LINES = 4.0
 
 logger = logging.getLogger(__name__)
 
@@ -199,3 +203,44 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDef
         max_total_tokens=spec.max_total_tokens,
         programs_left=runner.report().programs_left,
     )
+
+
+@contextmanager
+def log_every_few_seconds(describe: Callable[[], str]) -> Iterator[None]:
+    """Logs `describe()`, called on another thread, every `SECONDS_BETWEEN_LINES` until the block ends."""
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(SECONDS_BETWEEN_LINES):
+            logger.info("%s", describe())
+
+    thread = threading.Thread(target=say, name="start-log", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class WarmUpProgress:
+    """The `progress` of `Runner.warm_up`."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._so_far: tuple[int, int] | None = None
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        self._so_far = done, total
+
+    def describe(self) -> str:
+        """Returns a line with the time left, extrapolated from the programs so far, which are the slowest."""
+        seconds = time.perf_counter() - self._begin
+        if self._so_far is None:
+            return f"Warming up: {seconds:.0f} s so far"
+        done, total = self._so_far
+        left = f"about {seconds / done * (total - done):.0f} s left" if done else f"{seconds:.0f} s so far"
+        return (
+            f"Warming up: {done} of {total} programs, {left} "
+            "(the first start compiles them; later ones find them in the cache)"
+        )

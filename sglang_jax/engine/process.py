@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,10 +23,24 @@ from sglang_jax.engine.allocator import releasing_free_memory
 from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.collector import frozen_heap
 from sglang_jax.engine.core import Core, CoreLoader, run_core
-from sglang_jax.engine.main_guard import CORE_NAME, UNGUARDED, UNGUARDED_STATUS, check_main
 from sglang_jax.engine.placement import Placement
+from sglang_jax.errors import ConfigError
 from sglang_jax.runner.processes import STACKS_SIGNAL, die_with_parent, write_stacks_on_signal
 from sglang_jax.runner.pulse import Pulse, Words, shared_words
+
+CORE_NAME = "sglang-jax-core"
+# Exit status of a core whose script has no guard. Other failures give 1, or a signal.
+UNGUARDED_STATUS = 78
+
+UNGUARDED = (
+    "this script needs a guard: an engine in a process of its own (dp_size above 1, for one) runs the script once more "
+    'in that process, where it must not create the engine again. Put what creates it under\n\nif __name__ == "__main__"'
+    ":\n    with Engine(dp_size=2, ...) as engine:\n        ..."
+)
+NO_FILE = (
+    "an engine in a process of its own (dp_size above 1, for one) runs the script once more in that process, and this "
+    "one has no file ({}): write it to a file, or use one engine in this process"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +87,7 @@ class CoreThread:
 
 class CoreProcess:
     """A core in a spawned process, which ends with this one. Its end is noticed at once. `placement`: its part of the
-    machine, None for all of it. Raises `ConfigError` if the main module cannot be run once more: see `main_guard`.
+    machine, None for all of it. Raises `ConfigError` if the main module cannot be run once more: see `check_main`.
 
     The core leads a process group, so that the processes that it starts (ranks on other devices) end with it, even
     stopped or stuck ones. It ignores SIGINT and SIGTERM, which a terminal or a service manager sends to the whole
@@ -204,3 +219,24 @@ def _follow_parent(address: str) -> None:
     folder = Path(address.removeprefix("ipc://")).parent
     shutil.rmtree(folder, ignore_errors=True)  # the parent may not have removed it
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def check_main() -> None:
+    """Checks the main script before an engine starts a process: `multiprocessing` runs it in that process, as
+    `__mp_main__`, and if it creates engines there, each starts further processes, without end. Raises `ConfigError` if
+    it cannot be run once more, or is being run for that just now. In an engine's process, exits instead; the parent
+    reports the error."""
+    main = sys.modules["__main__"]
+    if _runs_once_more():
+        if multiprocessing.current_process().name == CORE_NAME:
+            os._exit(UNGUARDED_STATUS)  # works on any thread; there is nothing to save
+        raise ConfigError(UNGUARDED)
+    path = getattr(main, "__file__", None)
+    if path is not None and getattr(main, "__spec__", None) is None and not Path(path).exists():
+        raise ConfigError(NO_FILE.format(path))
+
+
+def _runs_once_more() -> bool:
+    """Whether this process is still being set up. Afterwards, `__mp_main__` is the main module."""
+    again = sys.modules.get("__mp_main__")
+    return again is not None and again.__name__ == "__mp_main__" and again is not sys.modules["__main__"]

@@ -11,16 +11,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sglang_jax.jax_runner.buckets import Bucket
 from sglang_jax.jax_runner.compiles import CompileCounter
 from sglang_jax.jax_runner.drafter import Drafter
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.step import DeviceOutputs, DeviceState, KVCaches, Weights, empty_rows, pack_settled
-from sglang_jax.jax_runner.warmup import warmup_plan
 from sglang_jax.runner.drafts import FlatPlan, flatten_drafts, pack_hints, pack_texts, restore_rows
 from sglang_jax.runner.expert_load import ExpertLoad, load_since
 from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
+    LAST_TOKEN,
     NO_LOGPROBS,
     PageDeltas,
     RowUpdates,
@@ -315,3 +316,29 @@ def _part(deltas: PageDeltas, start: int, end: int) -> PageDeltas:
 
 def _nbytes(tree: Weights | KVCaches) -> int:
     return sum(array.nbytes for array in jax.tree.leaves(tree))
+
+
+def warmup_plan(bucket: Bucket, dump_row: int, max_context: int) -> StepPlan:
+    """A plan for the warm-up, since the first run of a program is slow: XLA's CPU backend prepares matrix products (0.3
+    to 0.7 s for a step of SmolLM2-135M on 2 cores), and an accelerator loads the program.
+
+    It computes like a real plan and fills the bucket: decode rows, and in a mixed bucket one of them with a prompt. No
+    sequence samples. All are in the dump row, whose pages are all page 0, where they overwrite each other's keys and
+    values."""
+    if bucket.decode_only:
+        num_decode, prompt = bucket.rows, 0
+    else:
+        num_decode = min(1, bucket.rows - 1)
+        prompt = min(bucket.tokens - num_decode, max_context)
+    lengths = np.array([1] * num_decode + [prompt] * (prompt > 0), np.int32)
+    nothing = np.zeros(0, np.int32)
+    return StepPlan(
+        step=0,
+        rows=np.full(len(lengths), dump_row, np.int32),
+        num_decode=num_decode,
+        query_lens=lengths,
+        kv_lens=lengths,
+        tokens=np.concatenate((np.full(num_decode, LAST_TOKEN, np.int32), np.zeros(prompt, np.int32))),
+        samples=np.zeros(len(lengths), bool),
+        page_deltas=(PageDeltas(nothing, nothing, nothing),),
+    )

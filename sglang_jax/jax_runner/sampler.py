@@ -13,11 +13,13 @@ import numpy as np
 from jax import lax
 
 from sglang_jax.jax_runner.filters import Filters, Near, has_near, largest_kept, largest_kept_on_tpu
-from sglang_jax.jax_runner.noise import gumbel_noise
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.kernels.kept_distance_pallas import fits
 from sglang_jax.runner.plan import INVALID_TOKEN
 from sglang_jax.runner.row_updates import ONE_OUTPUT
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
 
 _MIN_TEMPERATURE = np.float32(1e-20)
 _LARGEST_BLOCK, _MIN_BLOCK = 256, 16
@@ -215,3 +217,36 @@ def _gumbel_argmax(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, ra
 
     on_cpu = search_near if has_near(vocab_size) else search_all
     return lax.platform_dependent(cpu=on_cpu, tpu=search_in_vector_memory, default=search_all)
+
+
+def threefry_2x32(
+    key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), of uint32 that
+    broadcast together. Not that of `jax.random`, which puts the rounds into a loop on the CPU and first derives a key
+    per row."""
+    keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    left, right = counter[0] + keys[0], counter[1] + keys[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            left = left + right
+            right = ((right << rotation) | (right >> (32 - rotation))) ^ left
+        left = left + keys[(group + 1) % 3]
+        right = right + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return left, right
+
+
+def gumbel_noise(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Standard Gumbel variates, float32 `[rows, m]`. The key is the request's seed, and the counter is (position, token
+    id), so a row's noise depends neither on other rows nor on its place in the batch.
+
+    `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`; `tokens` int32 `[rows, m]`, or `[1, m]` for
+    all.
+    """
+    shape = (positions.shape[0], tokens.shape[1])
+    token_ids = jnp.broadcast_to(tokens.astype(jnp.uint32), shape)
+    position_words = jnp.broadcast_to(positions.astype(jnp.uint32)[:, None], shape)
+    bits, _ = threefry_2x32((seeds[:, :1], seeds[:, 1:]), (position_words, token_ids))
+    # 23 bits plus a half step are strictly inside (0, 1), so both logarithms are finite.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2.0**-23)
+    return -jnp.log(-jnp.log(uniform))

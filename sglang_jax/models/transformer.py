@@ -19,16 +19,27 @@ from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProducts, no_blocks
-from sglang_jax.layers.embedding import Embedding
 from sglang_jax.layers.layout import Layout, OutInLayout, Table, TwoAxisLayout
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.matrix import PlainMatrix, TwoFormMatrix, matrix_for
 from sglang_jax.layers.norm import Norm
+from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.platform import PlatformLayout
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
 from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.models.kv_cache import KVCaches
+
+
+class Embedding(nnx.Module):
+    """Rows of a table `[vocab, hidden]`."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype) -> None:
+        self.table = parameter([(Axis.VOCABULARY, vocab_size), (Axis.HIDDEN, hidden_size)], dtype, Part.EMBEDDING)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int32 `[T]`, all within the vocabulary → `[T, hidden]`."""
+        return self.table[...].at[tokens].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -11,18 +11,15 @@ from sglang_jax.server.auth import ApiKeyMiddleware, HeadAsGet, WithoutTrailingS
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.errors import install_error_handlers
+from sglang_jax.server.json_body import LongWork
 from sglang_jax.server.loads import loads_router
-from sglang_jax.server.long_work import LongWork
 from sglang_jax.server.metrics import ServerMetrics, metrics_router
-from sglang_jax.server.models import models_router
-from sglang_jax.server.native import native_router
+from sglang_jax.server.native import native_router, sessions_router
 from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
-from sglang_jax.server.openapi import DescribedApp
+from sglang_jax.server.openapi import DescribedApp, add_route_list
 from sglang_jax.server.origins import AllowedOrigins
 from sglang_jax.server.request_body import BodyLimit
-from sglang_jax.server.route_list import add_route_list
-from sglang_jax.server.sessions import sessions_router
 
 
 def create_context(client: EngineClient, config: ServerConfig, callers: Callers | None = None) -> ServerContext:
@@ -43,7 +40,7 @@ def create_app(context: ServerContext) -> FastAPI:
         completions_router(context),
         chat_router(context),
         sessions_router(context),
-        models_router(context),
+        management.models_router(context),
         management.health_router(context),
         management.information_router(context),
         loads_router(context.client),

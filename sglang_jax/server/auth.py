@@ -7,11 +7,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_jax.server.callers import Callers, set_caller
 from sglang_jax.server.errors import AuthenticationError, error_response
-from sglang_jax.server.route_list import ROUTES_PATH
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
 """Paths that need no key, because load balancers and orchestrators have none."""
 
+ROUTES_PATH = "/docs"
+"""The list of routes. It needs no key, because a browser does not send one; it shows only what anyone can read in the
+source."""
 
 KEY_HEADER = "x-api-key"
 """The header in which Anthropic's clients and some gateways send the key."""

@@ -21,7 +21,7 @@ from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, 
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
-from sglang_jax.server.held_logprobs import HeldLogprobs
+from sglang_jax.server.logprobs import HeldLogprobs
 from sglang_jax.server.metrics import ServerMetrics
 from sglang_jax.server.sampling import rename_field, renamed_fields
 from sglang_jax.server.shutdown import Shutdown

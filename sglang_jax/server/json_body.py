@@ -1,23 +1,31 @@
-"""Parses request bodies: JSON of bounded depth and size, whose strings are valid Unicode."""
+"""Parses request bodies: JSON of bounded depth and size, whose strings are valid Unicode; long ones in a thread, with
+pauses so that others do not wait."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
+from sglang_jax.engine.fair_threads import FairThreads
 from sglang_jax.server.callers import caller_name
 from sglang_jax.server.errors import BodyTooComplexError
-from sglang_jax.server.long_work import LongWork
 from sglang_jax.server.streaming import until_disconnect
+
+Result = TypeVar("Result")
+
+PAUSE_FACTOR = 5
+"""After a piece of work, no other starts for this many times its duration."""
+
 
 MAX_OBJECTS = 32_768
 """Maximum objects and lists of a body, and maximum fields of its objects: each costs much more than its bytes."""
@@ -158,3 +166,17 @@ class JsonRoute(APIRoute):
 def long_work(request: Request) -> LongWork:
     work: LongWork = request.app.state.long_work
     return work
+
+
+class LongWork:
+    """Runs one piece of work at a time, with a pause after each, in a fair order of tenants and of the pieces of each.
+    A thread does not keep the event loop responsive: parsing and validating JSON are single calls that hold Python's
+    lock to their end. So long bodies get at most a sixth of the time. Work whose caller is gone does not start."""
+
+    def __init__(self) -> None:
+        self._threads = FairThreads(1, "long-bodies", rest=PAUSE_FACTOR)
+        self._numbers = itertools.count()
+
+    async def run(self, size: int, work: Callable[[], Result], tenant: str = "") -> Result:
+        """Returns the result of `work` on `size` bytes of a tenant, or raises its error."""
+        return await self._threads.run(work, size=size, tenant=tenant, flow=str(next(self._numbers)))

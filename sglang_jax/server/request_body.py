@@ -1,15 +1,18 @@
-"""Limits for the size of request bodies, and for the time to receive them."""
+"""Limits for the size of request bodies, for the time to receive them, and for the memory of unfinished ones."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_jax.errors import RequestError, cut
+from sglang_jax.logs import OnceASecond
 from sglang_jax.server.callers import caller_name
 from sglang_jax.server.errors import (
     BodyTooLargeError,
@@ -20,8 +23,11 @@ from sglang_jax.server.errors import (
     close_after_error,
     error_response,
 )
-from sglang_jax.server.partial_requests import PartialRequests
 from sglang_jax.server.shutdown import SHUTDOWN, Shutdown
+
+logger = logging.getLogger(__name__)
+logger.addFilter(OnceASecond())
+
 
 BODIES_IN_FLIGHT = 8
 """The bodies in flight together may have as many bytes as this many of the largest."""
@@ -170,4 +176,53 @@ class BodyLimit:
             raise BusyError(
                 f"the bodies of requests in flight hold {self._held} bytes, and {more} more do not fit; the limit is "
                 f"{limit} ({BODIES_IN_FLIGHT} times --max-body-bytes). Try again later"
+            )
+
+
+class PartialRequest(Protocol):
+    """A request, or the head of one, that has arrived only in part."""
+
+    def refuse(self, error: RequestError) -> None:
+        """Answers with this error, and discards what has arrived."""
+        ...
+
+
+class PartialRequests:
+    """Bounds the bytes of partial requests over all connections together. `what`: these, in the plural, for errors.
+
+    Above `most` bytes, it refuses the oldest of those that are at least half as long as the average. A client that
+    sends without pauses has finished before that, however many others are silent, and one that has sent little frees
+    little. All methods run on one event loop.
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self.num_bytes = 0
+        self._most = most
+        self._what = what
+        self._sizes: dict[PartialRequest, int] = {}
+
+    def hold(self, request: PartialRequest, size: int) -> None:
+        """Sets the bytes that a partial request holds now: 0 once it is complete or its client has left."""
+        before = self._sizes.get(request, 0)
+        if size:
+            self._sizes[request] = size
+        elif before:
+            del self._sizes[request]
+        self.num_bytes += size - before
+        while self.num_bytes > self._most:
+            least = self.num_bytes / len(self._sizes) / 2
+            oldest = next(request for request, length in self._sizes.items() if length >= least)
+            length = self._sizes.pop(oldest)
+            held, self.num_bytes = self.num_bytes, self.num_bytes - length  # `refuse` calls `hold(..., 0)`
+            logger.warning(
+                "Refused a request of which %d bytes had come: %d bytes of unfinished %s are held",
+                length,
+                held,
+                self._what,
+            )
+            oldest.refuse(
+                BusyError(
+                    f"the unfinished {self._what} of all requests hold {held} bytes, this one {length}; the "
+                    f"limit is {self._most}. Send it without pauses, or try again later"
+                )
             )

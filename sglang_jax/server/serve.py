@@ -28,6 +28,7 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
 from sglang_jax.runner.claimed_address import claim_address
 from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.auth import ROUTES_PATH
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.connections import (
     ConnectionGate,
@@ -39,7 +40,6 @@ from sglang_jax.server.context import ServerContext
 from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
 from sglang_jax.server.requests_seen import RequestsSeen
-from sglang_jax.server.route_list import ROUTES_PATH
 from sglang_jax.server.shutdown import Stoppable
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_jax.batch.append_file import AppendFile, lines_of
-from sglang_jax.batch.journal import Journal, Kind, line_id, number_of
-from sglang_jax.batch.line_set import LineSet
+from sglang_jax.batch.journal import Journal, Kind, LineSet, line_id, number_of
 from sglang_jax.batch.ordered import OrderedJournal, Spool
 from sglang_jax.errors import BatchError
 

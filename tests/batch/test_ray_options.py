@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_jax.batch.ray_options import describe_lack_of_nodes
+from sglang_jax.batch.options import describe_lack_of_nodes
 
 
 def test_the_error_for_too_few_nodes_states_what_an_engine_needs_and_what_exists() -> None:

@@ -11,8 +11,8 @@ from gguf import GGMLQuantizationType
 from helpers.gguf_files import write_gguf
 
 from sglang_jax.checkpoint import DEMO, open_checkpoint
+from sglang_jax.checkpoint.gguf_config import gguf_generation_defaults
 from sglang_jax.checkpoint.gguf_file import open_gguf
-from sglang_jax.checkpoint.gguf_sampling import gguf_generation_defaults
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling import GenerationDefaults
 

@@ -36,7 +36,7 @@ from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.encoding import Q4, Q8, ActivationScales, Encoding, Stored, ValueType
-from sglang_jax.checkpoint.kept_arrays import KeptArrays
+from sglang_jax.checkpoint.quantized_reader import KeptArrays
 from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.config import KVCacheDtype, ModelImpl

@@ -22,7 +22,7 @@ from sglang_jax import Engine, SamplingParams
 from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig, ServerConfig
-from sglang_jax.engine import model_core, start_log
+from sglang_jax.engine import model_core
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.fake_model import Oracle
@@ -93,7 +93,7 @@ def test_the_warm_up_writes_log_lines_elsewhere(
     with Engine(model_path=str(folder)):
         pass
     assert "Warming up" not in caplog.text  # a short one needs none
-    monkeypatch.setattr(start_log, "SECONDS_BETWEEN_LINES", 0.001)
+    monkeypatch.setattr(model_core, "SECONDS_BETWEEN_LINES", 0.001)
     steps = WarmRunner.warm_up
 
     def slow(self: WarmRunner, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
@@ -120,7 +120,7 @@ def test_a_long_load_logs_that_it_continues(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(start_log, "SECONDS_BETWEEN_LINES", 0.001)
+    monkeypatch.setattr(model_core, "SECONDS_BETWEEN_LINES", 0.001)
     load = model_core.load_backend
 
     def slow(config: EngineConfig) -> object:

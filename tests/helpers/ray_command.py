@@ -7,9 +7,8 @@ from pathlib import Path
 
 from helpers.ray_cluster import launcher
 
-from sglang_jax.batch.options import BatchConfig
+from sglang_jax.batch.options import BatchConfig, RayOptions
 from sglang_jax.batch.ray.run import run_ray_batch
-from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.config import EngineConfig
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from jax.extend.random import threefry_2x32 as jax_threefry_2x32
 from scipy import stats
 
 from sglang_jax.jax_runner.filters import Filters, Near, largest_kept
-from sglang_jax.jax_runner.noise import gumbel_noise, threefry_2x32
-from sglang_jax.jax_runner.sampler import first_argmax
+from sglang_jax.jax_runner.sampler import first_argmax, gumbel_noise, threefry_2x32
 from sglang_jax.runner.plan import INVALID_TOKEN
 from sglang_jax.sampling.params import SamplingParams
 

@@ -10,8 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from sglang_jax.jax_runner.builds import Builds, Executable
-from sglang_jax.jax_runner.thread_priority import compiler_threads, lower_priority, ticks_of_threads
+from sglang_jax.jax_runner.builds import Builds, Executable, compiler_threads, lower_priority, ticks_of_threads
 
 
 def test_the_compilers_threads_have_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:

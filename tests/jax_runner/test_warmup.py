@@ -8,8 +8,8 @@ from helpers.stand_in_model import random_weights
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.programs import Programs
+from sglang_jax.jax_runner.runner import warmup_plan
 from sglang_jax.jax_runner.step import DeviceOutputs, DeviceState
-from sglang_jax.jax_runner.warmup import warmup_plan
 from sglang_jax.runner.plan import Int32
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from helpers.ray_cluster import FATAL, Nodes, launch_and_die, launcher, meanwhile, starts, until
 
-from sglang_jax.batch.options import BatchConfig
+from sglang_jax.batch.options import BatchConfig, RayOptions
 from sglang_jax.batch.ray.run import run_ray_batch
-from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import BatchError
 

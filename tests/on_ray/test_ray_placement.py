@@ -16,12 +16,11 @@ from ray import PlacementGroupID
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from sglang_jax.batch.options import BatchConfig
+from sglang_jax.batch.options import BatchConfig, RayOptions, describe_lack_of_nodes
 from sglang_jax.batch.ray import Answering, SharedAttempts, answer_rows, nodes
 from sglang_jax.batch.ray.nodes import WORKER_LABEL, GroupPlacement, sort_nodes, start_node
 from sglang_jax.batch.ray.pipeline import replica_resources, reporting_waits
 from sglang_jax.batch.ray.run import run_ray_batch
-from sglang_jax.batch.ray_options import RayOptions, describe_lack_of_nodes
 from sglang_jax.config import Backend, Device, Dtype, EngineConfig, ServerConfig
 from sglang_jax.errors import ConfigError
 

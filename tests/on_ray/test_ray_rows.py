@@ -15,10 +15,9 @@ import pytest
 import ray
 from helpers.ray_cluster import Nodes, launch_and_die, launcher
 
-from sglang_jax.batch.options import BatchConfig
+from sglang_jax.batch.options import BatchConfig, RayOptions
 from sglang_jax.batch.ray import ANSWER_COLUMNS, Answering, answer_rows
 from sglang_jax.batch.ray.run import run_ray_batch
-from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.errors import BatchError
 

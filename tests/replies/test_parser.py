@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_jax.config import ReasoningParser, ToolCallParser
-from sglang_jax.replies import call_reader, parser, python_literal
+from sglang_jax.replies import argument_schemas, call_reader, parser
+from sglang_jax.replies.argument_schemas import python_literal
 from sglang_jax.replies.families import CALLS, REASONING
 from sglang_jax.replies.forms import CallFamily, CallForm, Calls, Literal, ReasoningForm, ReplyLayout, Space, Tool
 from sglang_jax.replies.parser import CallArguments, CallBegin, Piece, Reasoning, ReplyParser, Text
@@ -629,16 +630,16 @@ def test_python_literals_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's parser gets no more than it can read, and nothing that it would warn about."""
     parsed: list[str] = []
     literal_eval = ast.literal_eval
-    monkeypatch.setattr(python_literal.ast, "literal_eval", lambda text: parsed.append(text) or literal_eval(text))
-    long = "['" + "a" * (python_literal.MAX_CHARACTERS - 4) + "']"
+    monkeypatch.setattr(argument_schemas.ast, "literal_eval", lambda text: parsed.append(text) or literal_eval(text))
+    long = "['" + "a" * (argument_schemas.MAX_LITERAL_CHARACTERS - 4) + "']"
     deep = "[" * 150 + "'a'" + "]" * 150
     too_deep = "[" * 8000 + "]" * 8000
     for value in (long, deep):
-        found = python_literal.python_literal(value)
+        found = python_literal(value)
         assert found is not None
         assert json.loads(found[1]) == literal_eval(value) == found[0]
     assert parsed == [long, deep]
-    assert python_literal.python_literal(too_deep) is None
+    assert python_literal(too_deep) is None
     parsed.clear()
     refused = (
         f"{long} ",
@@ -653,7 +654,7 @@ def test_python_literals_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         "'a'",
         "",
     )
-    assert [value for value in refused if python_literal.python_literal(value) is not None] == []
+    assert [value for value in refused if python_literal(value) is not None] == []
     assert parsed == []
 
 

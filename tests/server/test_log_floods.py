@@ -11,8 +11,8 @@ import pytest
 from helpers.echo_server import EchoServer
 
 from sglang_jax.logs import OnceASecond
-from sglang_jax.server import partial_requests
-from sglang_jax.server.partial_requests import PartialRequests
+from sglang_jax.server import request_body
+from sglang_jax.server.request_body import PartialRequests
 
 
 def test_each_warning_is_logged_once_a_second(
@@ -40,7 +40,7 @@ class Client:
 
 
 def test_a_thousand_refusals_are_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(partial_requests.logger, "filters", [OnceASecond()])
+    monkeypatch.setattr(request_body.logger, "filters", [OnceASecond()])
     monkeypatch.setattr("sglang_jax.logs.time", SimpleNamespace(monotonic=lambda: 100.0))
     held = PartialRequests(10, "heads")
     for _ in range(1000):

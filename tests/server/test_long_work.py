@@ -17,8 +17,7 @@ from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta
 from sglang_jax.server import json_body
 from sglang_jax.server.callers import Caller, set_caller
 from sglang_jax.server.context import MergedStreams
-from sglang_jax.server.json_body import LONG_BODY
-from sglang_jax.server.long_work import PAUSE_FACTOR, LongWork
+from sglang_jax.server.json_body import LONG_BODY, PAUSE_FACTOR, LongWork
 from sglang_jax.server.streaming import RESPONSE_SLICE, json_list_response, json_response
 
 JSON = {"Content-Type": "application/json"}

@@ -14,8 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sglang_jax.errors import RequestError
 from sglang_jax.server import request_body
-from sglang_jax.server.partial_requests import PartialRequests
-from sglang_jax.server.request_body import REQUEST_BYTES, BodyLimit
+from sglang_jax.server.request_body import REQUEST_BYTES, BodyLimit, PartialRequests
 
 MOST = 10_000
 

@@ -9,10 +9,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from sglang_jax.engine.types import OutputDelta, TokenLogprob
-from sglang_jax.server import held_logprobs
+from sglang_jax.server import logprobs
 from sglang_jax.server.callers import Caller, set_caller
 from sglang_jax.server.errors import BusyError
-from sglang_jax.server.held_logprobs import HeldLogprobs
+from sglang_jax.server.logprobs import HeldLogprobs
 from sglang_jax.server.request_body import BODIES_IN_FLIGHT, BodyLimit
 
 MOST = 100_000
@@ -83,8 +83,8 @@ def output(logprobs: int) -> OutputDelta:
 
 def test_the_logprobs_of_thousands_of_short_answers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """None was refused, so four thousand requests could hold 26 GB."""
-    monkeypatch.setattr(held_logprobs, "SHORT_ANSWER", 100)
-    monkeypatch.setattr(held_logprobs, "EXTRA_FOR_SHORT_ANSWERS", 1000)
+    monkeypatch.setattr(logprobs, "SHORT_ANSWER", 100)
+    monkeypatch.setattr(logprobs, "EXTRA_FOR_SHORT_ANSWERS", 1000)
     held = HeldLogprobs(500)
     with contextlib.ExitStack() as answers:
         long = [answers.enter_context(held.share()) for _ in range(3)]

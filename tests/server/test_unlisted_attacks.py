@@ -15,7 +15,7 @@ from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 from helpers.engine_fakes import ByteTokenizer, load_fake_model
 
 from sglang_jax.engine import validation
-from sglang_jax.server import connections, held_logprobs
+from sglang_jax.server import connections, logprobs
 from sglang_jax.server.connections import HEALTH_CONNECTIONS, MAX_HEAD_LINES
 from sglang_jax.server.requests_seen import RequestsSeen
 
@@ -282,7 +282,7 @@ def test_the_logprobs_of_all_answers_are_limited(fake_model: EchoServer, monkeyp
     """Answers with few logprobs are served anyway."""
     held = fake_model.context._logprobs
     monkeypatch.setattr(held, "most", 500)
-    monkeypatch.setattr(held_logprobs, "SHORT_ANSWER", 100)
+    monkeypatch.setattr(logprobs, "SHORT_ANSWER", 100)
     monkeypatch.setattr(held, "count", 990)
     body = {"prompt": "a" * 49, "logprobs": 3, "max_tokens": 1, "echo": True}
     response = fake_model.http.post("/v1/completions", json=body)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_jax.jax_runner import noise as jax_noise
+from sglang_jax.jax_runner import sampler as jax_noise
 from torch_backend.noise import LARGEST_NOISE, gumbel_noise, threefry_2x32
 
 WORD = st.integers(0, 2**32 - 1)

@@ -10,10 +10,10 @@
 This package imports neither jax nor torch, which only the engines' processes need. It needs Ray: the extra `ray`.
 """
 
+from sglang_jax.batch.options import RayOptions
 from sglang_jax.batch.ray.actors import ANSWER_COLUMNS, REQUEST_COLUMNS, Answering, AnswerRows, Attempts, SharedAttempts
 from sglang_jax.batch.ray.engine import Asking
 from sglang_jax.batch.ray.pipeline import answer_rows, pool_of_engines
-from sglang_jax.batch.ray_options import RayOptions
 
 __all__ = [
     "ANSWER_COLUMNS",

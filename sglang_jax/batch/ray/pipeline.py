@@ -14,10 +14,10 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.exceptions import RayError
 from ray.util.tpu import get_tpu_worker_resources
 
+from sglang_jax.batch.options import RayOptions, describe_lack_of_nodes
 from sglang_jax.batch.ray.actors import Answering, AnswerLines, AnswerRows, Attempts, SharedAttempts
 from sglang_jax.batch.ray.files import RequestFiles
 from sglang_jax.batch.ray.nodes import GroupPlacement
-from sglang_jax.batch.ray_options import RayOptions, describe_lack_of_nodes
 from sglang_jax.config import Device, EngineConfig
 from sglang_jax.errors import ConfigError
 

@@ -22,12 +22,11 @@ from ray.data.checkpoint import CheckpointConfig
 from ray.exceptions import RayError
 
 from sglang_jax import logs
-from sglang_jax.batch.options import BatchConfig
+from sglang_jax.batch.options import BatchConfig, RayOptions
 from sglang_jax.batch.ray.actors import Answering, SharedAttempts
 from sglang_jax.batch.ray.engine import Asking, Launch
 from sglang_jax.batch.ray.files import ERRORS_ENDING, AnswerFiles, RequestFiles, WriteTotals
 from sglang_jax.batch.ray.pipeline import answer_files, node_resources, reporting_waits
-from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.batch.run import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, body_defaults, server_config, shaping_options
 from sglang_jax.batch.run_folder import VERSION, InputIdentity, OptionValue, RunManifest, check_same, read_manifest
 from sglang_jax.batch.source import FileFormat
