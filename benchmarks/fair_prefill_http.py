@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx2
 import numpy as np
 from faults import Server
 from machine import format_table, report
+
+from sglang_jax.cli.bench.load import Api, GenerateDialogue, Target, open_client, send
+from sglang_jax.cli.bench.metrics import RequestRecord
+from sglang_jax.cli.bench.workloads import Turn
 
 DECODING = 4
 SHORT = 20
@@ -34,55 +37,42 @@ ALONE_SECONDS = 5.0
 PATIENCE_SECONDS = 300.0
 
 
-async def tokens(http: httpx2.AsyncClient, length: int, count: int) -> AsyncIterator[float]:
-    """When each event with new tokens of one request arrived."""
-    prompt = [random.randrange(100, 40_000) for _ in range(length)]
-    sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0.0}
-    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-    async with http.stream("POST", "/generate", json=body) as response:
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                assert "error" not in json.loads(line.removeprefix("data: ")), line
-                yield time.monotonic()
+async def ask(http: httpx2.AsyncClient, length: int, count: int, records: list[RequestRecord]) -> None:
+    """Sends a random prompt, and appends its record, which gets the answer's tokens as they arrive."""
+    turn = Turn(tuple(random.randrange(100, 40_000) for _ in range(length)), count)
+    record = RequestRecord(requested_tokens=count)
+    records.append(record)
+    target = Target(base_url=str(http.base_url), api=Api.SGLANG, model="", extra_body={})
+    await send(http, target, GenerateDialogue(), turn, record)
+    if not record.ok:
+        raise RuntimeError(record.error)
 
 
-async def first_token(http: httpx2.AsyncClient, length: int) -> tuple[float, float]:
-    """When a prompt was sent, and when its first token arrived."""
-    begin = time.monotonic()
-    came = [when async for when in tokens(http, length, 1)]
-    return begin, came[0]
-
-
-async def decode(http: httpx2.AsyncClient, times: list[float]) -> None:
-    """Sends short prompts with long outputs, one after the other; records token times, and nan between two requests."""
+async def ask_again(
+    http: httpx2.AsyncClient, length: int, count: int, pause: float, records: list[RequestRecord]
+) -> None:
     while True:
-        async for when in tokens(http, SHORT, 2000):
-            times.append(when)
-        times.append(float("nan"))
-
-
-async def ask_again(http: httpx2.AsyncClient, length: int, pause: float, seen: list[tuple[float, float]]) -> None:
-    while True:
-        seen.append(await first_token(http, length))
+        await ask(http, length, count, records)
         await asyncio.sleep(pause)
 
 
 async def measure(url: str, seconds: float, length: int) -> dict[str, object]:
     """Loads a server, and returns what its clients measured."""
-    decoded: list[list[float]] = [[] for _ in range(DECODING)]
-    short: list[tuple[float, float]] = []
-    long: list[tuple[float, float]] = []
-    async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http:
-        await first_token(http, LEARNING)
-        streams = [asyncio.create_task(decode(http, times)) for times in decoded]
+    decoded: list[RequestRecord] = []
+    short: list[RequestRecord] = []
+    long: list[RequestRecord] = []
+    async with open_client(url, None) as http:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await ask(http, LEARNING, 1, [])
+        streams = [asyncio.create_task(ask_again(http, SHORT, 2000, 0.0, decoded)) for _ in range(DECODING)]
         await asyncio.sleep(1.0)
-        begin = time.monotonic()
+        begin = time.perf_counter()
         await asyncio.sleep(ALONE_SECONDS)
-        loaded = time.monotonic()
-        streams.append(asyncio.create_task(ask_again(http, SHORT, 0.2, short)))
-        streams.append(asyncio.create_task(ask_again(http, length, 0.0, long)))
+        loaded = time.perf_counter()
+        streams.append(asyncio.create_task(ask_again(http, SHORT, 1, 0.2, short)))
+        streams.append(asyncio.create_task(ask_again(http, length, 1, 0.0, long)))
         await asyncio.wait(streams, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        end = time.monotonic()
+        end = time.perf_counter()
         for stream in streams:
             stream.cancel()
         for outcome in await asyncio.gather(*streams, return_exceptions=True):
@@ -90,7 +80,7 @@ async def measure(url: str, seconds: float, length: int) -> dict[str, object]:
                 raise SystemExit(f"a request failed: {outcome!r}")
         state = (await http.get("/server_info")).json()["internal_states"][0]
     alone, beside = gaps(decoded, begin, loaded), gaps(decoded, loaded, end)
-    waits = np.array([came - sent for sent, came in short]) * 1e3
+    waits = np.array(first_tokens(short)) * 1e3
     return {
         "ITL alone p50": float(np.median(alone)),
         "ITL p50": float(np.median(beside)),
@@ -99,18 +89,23 @@ async def measure(url: str, seconds: float, length: int) -> dict[str, object]:
         "short": len(waits),
         "short TTFT p50": float(np.median(waits)),
         "short TTFT max": float(waits.max()),
-        "long TTFT s": float(np.mean([came - sent for sent, came in long])) if long else "",
-        "long": len(long),
+        "long TTFT s": float(np.mean(first_tokens(long))) if first_tokens(long) else "",
+        "long": len(first_tokens(long)),
         "step error": state.get("step_time_error", ""),
     }
 
 
-def gaps(decoded: Sequence[list[float]], begin: float, end: float) -> np.ndarray:
+def first_tokens(records: Sequence[RequestRecord]) -> list[float]:
+    """Seconds to the first token of each prompt that has one."""
+    waits = (record.time_to_first_token for record in records)
+    return [wait for wait in waits if wait is not None]
+
+
+def gaps(records: Sequence[RequestRecord], begin: float, end: float) -> np.ndarray:
     """Milliseconds between tokens that arrived from `begin` to `end`."""
-    times = [np.array(one) for one in decoded]
+    times = [np.array([chunk.time for chunk in record.chunks]) for record in records]
     between = [np.diff(one)[(one[:-1] >= begin) & (one[1:] <= end)] for one in times]
-    found = np.concatenate(between) * 1e3
-    return found[~np.isnan(found)]
+    return np.concatenate(between) * 1e3
 
 
 async def measure_case(

@@ -24,7 +24,7 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
         raise ConfigError(f"the Torch backend runs on one node, nnodes must be 1, got {config.nnodes}")
     spin_shortly()
     if config.tp_size > 1:
-        from torch_backend.leader import launch_group
+        from torch_backend.followers import launch_group
 
         return launch_group(config, checkpoint)
     from torch_backend.loading import load_rank

@@ -96,8 +96,8 @@ def choose_kernels(
     from torch_backend.attention.triton import TritonAttention
     from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.operations import TritonOperations
+    from torch_backend.kernels.sample import TritonSampler
     from torch_backend.recurrent.triton import TritonStates
-    from torch_backend.triton_sampler import TritonSampler
 
     chip = Chip.of(device)
     operations, sampler = TritonOperations(chip.dependent_launches), TritonSampler()

@@ -43,10 +43,9 @@ from sglang_jax.runner.sizing import (
     refuse_with_latents,
     refuse_with_states,
 )
-from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
 from tpu.figures import CacheEntries, Deployment, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
-from tpu.hlo import find_kernels, take_text
+from tpu.hlo import collectives_of, find_kernels, take_text
 from tpu.operations import Module
 from tpu.topologies import Topology
 

@@ -10,9 +10,8 @@ from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.config import EngineConfig
-from tpu.collectives import Collective
 from tpu.estimate import Estimate
-from tpu.hlo import Kernel
+from tpu.hlo import Collective, Kernel
 from tpu.topologies import Topology
 
 

@@ -183,7 +183,7 @@ def _kernels(name: str, device: torch.device) -> Kernels:
         return Kernels(name, NativeAttention(), NativeOperations(), NativeSampler())
     from torch_backend.attention.triton import TritonAttention
     from torch_backend.kernels.operations import TritonOperations
-    from torch_backend.triton_sampler import TritonSampler
+    from torch_backend.kernels.sample import TritonSampler
 
     chip = _chip(device)
     return Kernels(name, TritonAttention(chip), TritonOperations(chip.dependent_launches), TritonSampler())

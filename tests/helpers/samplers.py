@@ -19,11 +19,11 @@ from sglang_jax.runner.plan import INVALID_TOKEN, LAST_TOKEN, PageDeltas, Sampli
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.sampling.reference import ReferenceSample, reference_sample
+from torch_backend.kernels.sample import TritonSampler
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.sampler import TokenSampler
 from torch_backend.sampler import sample as torch_sample
 from torch_backend.sampling_state import RowNeeds, SamplingState
-from torch_backend.triton_sampler import TritonSampler
 
 assert helpers.triton_interpreter
 

@@ -26,11 +26,11 @@ from torch_backend.devices import available_memory, device_name, select_device, 
 from torch_backend.kernel_choice import Kernels, choose_kernels
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.operations import TritonOperations
+from torch_backend.kernels.sample import TritonSampler
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.recurrent.native import NativeStates
 from torch_backend.recurrent.triton import TritonStates
-from torch_backend.triton_sampler import TritonSampler
 
 assert helpers.triton_interpreter
 

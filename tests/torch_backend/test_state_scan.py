@@ -8,7 +8,7 @@ import torch
 from helpers.state_steps import BLOCK, StateStep, random_scan, splits
 
 from torch_backend.recurrent import scan as scan_module
-from torch_backend.recurrent.convolution import convolve
+from torch_backend.recurrent.native import convolve
 from torch_backend.recurrent.rows import StateRows
 from torch_backend.recurrent.scan import ScanInputs, reference_scan, scan
 

@@ -13,8 +13,8 @@ import triton.language as tl
 from helpers.equal_ranks import EqualRanks
 from helpers.triton_interpreter import shuffled_programs
 
-from torch_backend.kernels.float8 import encode_e4m3
 from torch_backend.kernels.operations import TritonOperations
+from torch_backend.kernels.rotate_and_write import encode_e4m3
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Operations, Rotation
 

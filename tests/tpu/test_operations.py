@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tpu.collectives import Collective, collectives_of
 from tpu.estimate import Estimate
+from tpu.hlo import Collective, collectives_of
 from tpu.operations import Module
 
 _COLLECTIVES = """

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from torch_backend.kernels.sample_filters import MIN_TEMPERATURE, KeptTokens, distances_of, greedy_tokens, kept_tokens
 from torch_backend.kernels.sample_survey import first_of_largest, part_of_row, parts_of
+from torch_backend.sampler import SamplerInputs
 
 # Tokens of one iteration of a program.
 _BLOCK = 1024
@@ -174,3 +175,22 @@ def _check_logits(logits: torch.Tensor) -> None:
 def _check_rows(name: str, values: torch.Tensor, shape: tuple[int, ...]) -> None:
     if values.shape != shape or not values.is_contiguous() or values.element_size() != 4:
         raise ValueError(f"{name} is {values.dtype} {list(values.shape)}; wanted are 4 bytes for each of {list(shape)}")
+
+
+class TritonSampler:
+    """`TokenSampler` with Triton kernels. Filters by searching instead of sorting, and reads nothing on the host."""
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        return greedy(logits)
+
+    def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
+        return sample(
+            logits,
+            parameters.temperature,
+            parameters.top_k,
+            parameters.top_p,
+            parameters.min_p,
+            parameters.seed,
+            parameters.position,
+            parameters.cut,
+        )

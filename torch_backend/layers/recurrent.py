@@ -19,7 +19,7 @@ _NORM_OF_KEYS = 1e-6
 
 
 class Convolution(Loadable):
-    """See `recurrent.convolution`. The kernel is stored as `[channels, 1, width]`."""
+    """See `convolve`. The kernel is stored as `[channels, 1, width]`."""
 
     def __init__(self, channels: int, width: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ class StepStates(Protocol):
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor
     ) -> torch.Tensor:
-        """See `recurrent.convolution`; writes the last inputs to the pool, and returns float32 `[T, channels]`. `x`
+        """See `native.convolve`; writes the last inputs to the pool, and returns float32 `[T, channels]`. `x`
         `[T, channels]`, first rounded to the dtype of `pool`; `weight` `[channels, width]`; `bias` `[channels]`; `pool`
         `[slots, width - 1, channels]`, the oldest input first."""
         ...

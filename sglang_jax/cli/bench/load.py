@@ -251,8 +251,9 @@ async def run_load(
     async def converse(conversation: Conversation) -> None:
         dialogue = open_dialogue(target.api, target.model, conversation)
         for turn in conversation.turns:
+            record = RequestRecord(requested_tokens=turn.output_len)
             async with slots:
-                record = await _send(client, target, dialogue, turn)
+                await send(client, target, dialogue, turn, record)
             records.append(record)
             on_done(record)
             if not record.ok:
@@ -280,9 +281,12 @@ def arrival_times(count: int, request_rate: float, seed: int) -> list[float]:
     return [float(arrival) for arrival in np.cumsum(gaps)]
 
 
-async def _send(client: httpx2.AsyncClient, target: Target, dialogue: Dialogue, turn: Turn) -> RequestRecord:
+async def send(
+    client: httpx2.AsyncClient, target: Target, dialogue: Dialogue, turn: Turn, record: RequestRecord
+) -> None:
+    """Sends one turn and reads its answer. `record` gets each chunk as it arrives, or the error of a failed request."""
     body = {**dialogue.request(turn), **target.extra_body}
-    record = RequestRecord(start=time.perf_counter(), requested_tokens=turn.output_len)
+    record.start = time.perf_counter()
     reply = Reply()
     try:
         await _stream(client, dialogue, body, record, reply)
@@ -296,7 +300,6 @@ async def _send(client: httpx2.AsyncClient, target: Target, dialogue: Dialogue, 
     record.prompt_tokens = reply.prompt_tokens
     record.cached_tokens = reply.cached_tokens
     record.output_tokens = len(record.chunks) if reply.tokens is None else reply.tokens
-    return record
 
 
 async def _stream(

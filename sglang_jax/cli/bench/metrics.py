@@ -54,7 +54,7 @@ class RequestRecord:
     """A client's record of one request. Times are of `time.perf_counter()`, in seconds. `end`: when the last output or
     the finish reason arrived; `chunks`: empty without streaming."""
 
-    start: float
+    start: float = 0.0
     end: float = 0.0
     chunks: list[Chunk] = field(default_factory=list)
     prompt_tokens: int = 0
