@@ -11,14 +11,17 @@ import logging
 import resource
 import time
 import weakref
+from array import array
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import httptools
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from sglang_jax.errors import RequestError
@@ -94,14 +97,34 @@ def bounded_connections(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
     return Connection
 
 
+class UpgradeIgnored(httptools.HttpRequestParser):
+    """A parser that reads a request with `Upgrade: h2c` or the like as any other. httptools' own skips its body, which
+    it takes for another protocol: the body was lost, or read as requests that no proxy had seen."""
+
+    def __init__(self, connection: BoundedConnection) -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's, for pipelined requests
+        self._connection = connection
+
+    def feed_data(self, data: bytes | bytearray | memoryview[int] | array[int]) -> None:
+        while data:
+            try:
+                super().feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                (end_of_head,) = upgrade.args
+                data = self._connection.head_without_upgrade() + bytes(data[end_of_head:])
+
+
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection, with limits for the time and memory that a client may take. Its application must be a
     `ConnectionGate`.
 
     - A client has `client_timeout` to send the whole head of a request, from the connection's start or the head's first
       byte. uvicorn itself closes connections that are idle between two requests.
-    - A client that reads nothing of an answer for `client_timeout` is cut off. Until then, uvicorn's write buffer holds
-      64 KiB and one event, and the engine is not asked for more. For long complete answers, `HeldAnswers` has a limit.
+    - A client that reads nothing for `client_timeout`, while 64 KiB of an answer or its end are waiting, is cut off.
+      Until then, uvicorn's write buffer holds 64 KiB and one event, and the engine is not asked for more. For long
+      complete answers, `HeldAnswers` has a limit.
     - If `max_connections` are open, a new connection replaces the one that has been idle longest, for at least
       `IDLE_SECONDS`. If none is idle, `HEALTH_CONNECTIONS` more may be open. If those are open as well, the one that
       has waited longest is refused with 503, or else the new one.
@@ -119,10 +142,13 @@ class BoundedConnection(HttpToolsProtocol):
     ) -> None:
         # A strong reference would be a cycle, whose memory only the garbage collector frees.
         super().__init__(config, server_state, {**app_state, _CONNECTION: weakref.ref(self)}, _loop)
+        self.parser = UpgradeIgnored(self)
         self._group = group
-        self._num_unanswered = 0
+        self._unanswered: deque[RequestResponseCycle] = deque()
         self._num_unparsed = 0
+        self._in_head = False
         self._head_bytes = 0
+        self._head_lines = 0
         self._refusal: RequestError | None = None
         self._is_refused = False
         self._waits_since = 0.0
@@ -143,24 +169,32 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if not self._num_unanswered:
+        if not self._unanswered:
             self._wait()
             self._expect_head()
         self._num_unparsed += len(data)
         super().data_received(data)
-        if self._num_unparsed > MAX_HEAD_BYTES and not self._is_refused and not self.transport.is_closing():
+        if self._num_unparsed > MAX_HEAD_BYTES and not self._is_refused:
             self._refuse(head_too_large())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
         self._end_head_timer()
         self._end_unread_timer()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()  # uvicorn's waits for its time if the client reset the connection
+        self.end_requests()
         super().connection_lost(exc)
+        self.pipeline.clear()
+
+    def eof_received(self) -> None:
+        """The transport closes once the client has read what is written."""
+        self.end_requests()
+        self._expect_reader()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._unread_timer is None:
-            self._expect_reader(self.transport.get_write_buffer_size())
+        self._expect_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -170,9 +204,10 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = 0
-        if self._num_unanswered >= MAX_PIPELINED:
-            raise RequestError(f"{self._num_unanswered} requests are unanswered; the limit is {MAX_PIPELINED}")
+        self._in_head = True
+        self._head_bytes = self._head_lines = 0
+        if len(self._unanswered) >= MAX_PIPELINED:
+            raise RequestError(f"{len(self._unanswered)} requests are unanswered; the limit is {MAX_PIPELINED}")
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -180,10 +215,12 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value))
-        if len(self.headers) >= MAX_HEAD_LINES:
+        self._head_lines += 1
+        if self._head_lines > MAX_HEAD_LINES:
             self._refusal = head_too_large()
             raise self._refusal
-        super().on_header(name, value)
+        if self._in_head:  # uvicorn would add those after a body to the head, where a proxy may not have allowed them
+            super().on_header(name, value)
 
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
@@ -192,33 +229,63 @@ class BoundedConnection(HttpToolsProtocol):
             raise self._refusal
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise RequestError("CONNECT is for proxies")
+        if self.parser.should_upgrade():  # `UpgradeIgnored` reads the head again
+            return
         super().on_headers_complete()
-        self._num_unanswered += 1
+        self._in_head = False
+        self._unanswered.append(self.cycle)
         self._num_unparsed = 0
         self._group.waiting.pop(self, None)
         self._end_head_timer()
+        if not self.flow.write_paused:
+            self._end_unread_timer()
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._num_unparsed = 0
         super().on_message_complete()
 
     # -- uvicorn's
 
     def on_response_complete(self) -> None:
-        self._num_unanswered -= 1
+        self._unanswered.popleft()
         super().on_response_complete()
-        if not self._num_unanswered:
-            self._group.served.discard(self)
-            if not self.transport.is_closing():
-                self._wait()
+        if self.transport.is_closing():
+            self.end_requests()
+        if self._unanswered:
+            return
+        self._group.served.discard(self)
+        self._expect_reader()
+        if not self.transport.is_closing():
+            self._wait()
+            if self._in_head:
+                self._expect_head()
 
     def send_400_response(self, msg: str) -> None:
         """Answers malformed HTTP with the error object of all errors."""
-        self._refuse(self._refusal or RequestError(msg, code="malformed_http"))
+        refusal, self._refusal = self._refusal, None  # its traceback keeps the connection alive
+        self._refuse(refusal or RequestError(msg, code="malformed_http"))
+
+    def head_without_upgrade(self) -> bytes:
+        """Returns the head that was read last, for the parser to read again."""
+        head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        head += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*head, b"", b""])
+
+    def end_requests(self) -> None:
+        """Tells the application that the client of all requests has left. uvicorn tells it only of the last one."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            cycle.on_response = lambda: None  # otherwise, requests that have not started keep the connection
+        self._unanswered.clear()
 
     # -- limits
 
@@ -247,6 +314,16 @@ class BoundedConnection(HttpToolsProtocol):
         """Lets the answer to a request share the limit of long answers."""
         share_limit(scope, self._group.held, self.transport.abort)
 
+    def unless_closing(self, send: Send) -> Send:
+        """Returns a `send` for answers, which uvicorn would write for a moment after the connection was closed."""
+
+        async def send_unless_closing(message: Message) -> None:
+            if self.transport.is_closing():
+                self.end_requests()
+            await send(message)
+
+        return send_unless_closing
+
     def drop(self) -> None:
         """Closes a connection without a request."""
         self._leave()
@@ -271,7 +348,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_refused = True
         self._leave()
         self._end_head_timer()
-        if self._num_unanswered:
+        if self._unanswered or self.transport.is_closing():
+            self.end_requests()
             self.transport.abort()
             return
         content = msgspec.json.encode(error_body(error))
@@ -300,13 +378,16 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _expect_reader(self, unread: int) -> None:
-        self._unread_timer = self.loop.call_later(self._group.limits.client_timeout, self._check_reader, unread)
+    def _expect_reader(self) -> None:
+        """Expects that the client reads within `client_timeout`, if bytes are waiting for it."""
+        self._end_unread_timer()
+        if unread := self.transport.get_write_buffer_size():
+            self._unread_timer = self.loop.call_later(self._group.limits.client_timeout, self._check_reader, unread)
 
     def _check_reader(self, unread: int) -> None:
         still = self.transport.get_write_buffer_size()
         if still < unread:
-            self._expect_reader(still)
+            self._expect_reader()
             return
         self._unread_timer = None
         logger.warning(
@@ -333,6 +414,7 @@ class ConnectionGate:
         reference = scope.get("state", {}).get(_CONNECTION)
         connection: BoundedConnection | None = None if reference is None else reference()
         if connection is not None:
+            send = connection.unless_closing(send)
             connection.share_limit(scope)
             if scope["path"] not in OPEN_PATHS:
                 try:

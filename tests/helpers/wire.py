@@ -12,13 +12,15 @@ from uvicorn.server import ServerState
 
 
 class Wire(asyncio.Transport):
-    """A client's end that keeps the bytes it receives, and knows whether the server reads."""
+    """A client's end that keeps the bytes it receives, and knows whether the server reads. `unread`: bytes that the
+    server's transport says are waiting for the client."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[bytes] = []
         self.closing = False
         self.reading = True
+        self.unread = 1
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         assert not self.closing, "written to a connection that is closed"
@@ -45,7 +47,7 @@ class Wire(asyncio.Transport):
         self.reading = True
 
     def get_write_buffer_size(self) -> int:
-        return 1
+        return self.unread
 
 
 def connect(

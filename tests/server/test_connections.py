@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
+import logging
 import re
 import resource
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -20,9 +23,16 @@ from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 from helpers.wire import connect as connect_wire
 from starlette.types import Receive, Scope, Send
 from uvicorn.loops.auto import auto_loop_factory
+from uvicorn.server import ServerState
 
 from sglang_jax.server import connections, held_answers
-from sglang_jax.server.connections import MAX_HEAD_BYTES, MAX_PIPELINED, ConnectionLimits, bounded_connections
+from sglang_jax.server.connections import (
+    MAX_HEAD_BYTES,
+    MAX_PIPELINED,
+    ConnectionGate,
+    ConnectionLimits,
+    bounded_connections,
+)
 from sglang_jax.server.serve import bind, listening_sockets
 
 TIMEOUT = 0.6
@@ -448,6 +458,199 @@ async def test_a_slow_client_pauses_the_stream_and_a_lost_one_ends_it() -> None:
     await iterations()
     assert sent == [0, 1, 2, 3], "the application is not kept"
     assert len(wire.sent) == before, "nothing is written to a client that left"
+
+
+async def some_iterations() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def ok(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def waits_for_the_client_to_leave(scope: Scope, receive: Receive, send: Send) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+GET_AND_CLOSE = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+LIMITS = ConnectionLimits(max_connections=8, client_timeout=60.0)
+
+
+@pytest.mark.parametrize("lost_by", [None, ConnectionResetError()], ids=["close", "reset"])
+@pytest.mark.parametrize("app", [ok, waits_for_the_client_to_leave])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        GET,
+        GET * 3,
+        GET_AND_CLOSE * 3,
+        GET[:-4],
+        GET + GET[:-4],
+        GET + b"no HTTP\r\n\r\n",
+        b"no HTTP\r\n\r\n",
+        GET[:-2] + b"X: y\r\n" * 200,
+        GET.replace(b"Host", b"Connection: upgrade\r\nUpgrade: h2c\r\nHost"),
+    ],
+)
+async def test_a_lost_connection_is_freed_at_once(sent: bytes, app: Any, lost_by: Exception | None) -> None:
+    """Without the garbage collector, which runs rarely: a timer or a request that had not started kept it."""
+    server = ServerState()
+    gc.disable()
+    try:
+        connection, _ = connect_wire(bounded_connections(LIMITS), app, server)
+        reference = weakref.ref(connection)
+        connection.data_received(sent)
+        await some_iterations()
+        connection.connection_lost(lost_by)
+        del connection
+        await some_iterations()
+        assert reference() is None
+        assert not server.tasks
+    finally:
+        gc.enable()
+
+
+async def test_a_client_that_leaves_ends_the_request_before_its_last() -> None:
+    """uvicorn told only the last request: the one that ran kept the engine busy for nobody, and wrote its answer to a
+    closed connection, each time with a traceback in the log."""
+    state = ServerState()
+    connection, _ = connect_wire(bounded_connections(LIMITS), waits_for_the_client_to_leave, state)
+    connection.data_received(GET * 2)
+    await some_iterations()
+    assert len(state.tasks) == 1
+    connection.connection_lost(None)
+    await some_iterations()
+    assert not state.tasks
+
+
+@pytest.mark.parametrize("closed_by", ["abort", "eof", "garbage"])
+async def test_nothing_is_written_to_a_closing_connection(closed_by: str, caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio tells of the loss an iteration later. What was written until then raised an error with uvloop."""
+    proceed = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await proceed.wait()
+        await ok(scope, receive, send)
+
+    connection, wire = connect_wire(bounded_connections(LIMITS), ConnectionGate(app))
+    connection.data_received(GET)
+    await some_iterations()
+    if closed_by == "garbage":
+        connection.data_received(b"no HTTP\r\n\r\n")
+    else:
+        if closed_by == "eof":
+            connection.eof_received()
+        wire.close()
+    proceed.set()
+    await some_iterations()
+    assert wire.sent == []
+    assert wire.closing
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("end", ["kept open", "Connection: close", "half closed"])
+async def test_a_client_that_does_not_read_the_end_of_an_answer_is_disconnected(end: str) -> None:
+    """Up to 64 KiB that were left in the write buffer, and their connection, waited forever."""
+    limits = ConnectionLimits(max_connections=8, client_timeout=0.05)
+    connection, wire = connect_wire(bounded_connections(limits), ok)
+    aborted = asyncio.Event()
+    wire.abort = aborted.set  # type: ignore[method-assign]
+    connection.data_received(GET_AND_CLOSE if end == "Connection: close" else GET)
+    if end == "half closed":
+        connection.eof_received()
+    await asyncio.wait_for(aborted.wait(), 5)
+    connection.connection_lost(None)
+
+
+async def test_a_client_that_has_read_one_answer_has_time_for_the_next() -> None:
+    limits = ConnectionLimits(max_connections=8, client_timeout=0.3)
+    connection, wire = connect_wire(bounded_connections(limits), waits_for_the_client_to_leave)
+    begin = asyncio.get_running_loop().time()
+    connection.pause_writing()
+    connection.resume_writing()
+    connection.data_received(GET)  # read after 0 s
+    await asyncio.sleep(0.2)
+    wire.unread = 100_000
+    connection.pause_writing()
+    while not wire.closing:
+        await asyncio.sleep(0.01)
+    assert asyncio.get_running_loop().time() - begin >= 0.5
+    connection.connection_lost(None)
+
+
+def test_a_head_that_begins_behind_an_answered_request_has_its_time(strict: EchoServer) -> None:
+    with connect(strict) as connection:
+        begin = time.monotonic()
+        connection.sendall(healthy_request().replace(b"Connection: close\r\n", b"") + b"GET /")
+        assert rest_of(connection).count(b"HTTP/1.1 200") == 1
+    assert time.monotonic() - begin < 10
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: %d\r\n\r\n%b", b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("cut", [1, 50, 200, 300, 600, 1000])
+def test_a_request_that_offers_an_upgrade_is_read_to_its_end(patient: EchoServer, framing: bytes, cut: int) -> None:
+    """As Java's client and curl --http2 send it. Its body was lost, and what came behind it in the same piece."""
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + UPGRADE
+    sent = (head + framing % (13, b'{"text": "a"}')) * 2 + healthy_request()
+    with connect(patient) as connection:
+        connection.sendall(sent[:cut])
+        time.sleep(0.02)
+        connection.sendall(sent[cut:])
+        answers = rest_of(connection)
+    assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1") == 3
+    assert answers.count(b'"text":"a"') == 2
+
+
+def test_the_body_of_a_request_that_offers_an_upgrade_is_not_read_as_a_request(patient: EchoServer) -> None:
+    """Otherwise, a client could send requests that a proxy has not seen, and others would get their answers."""
+    hidden = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connect(patient) as connection:
+        connection.sendall(
+            b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + UPGRADE
+        )
+        connection.sendall(b"Content-Length: %d\r\n\r\n" % len(hidden))
+        time.sleep(0.05)
+        connection.sendall(hidden + healthy_request().replace(b"/health", b"/livez"))
+        answers = rest_of(connection)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"400", b"200"]
+
+
+@pytest.mark.parametrize("target", [b"localhost:80", b"/health"])
+def test_connect_is_refused(patient: EchoServer, target: bytes) -> None:
+    with connect(patient) as connection:
+        connection.sendall(b"CONNECT " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n" + healthy_request())
+        assert re.findall(rb"HTTP/1.1 (\d+ \w+)", rest_of(connection)) == [b"400 malformed_http"]
+
+
+def test_headers_behind_a_body_are_not_headers_of_the_request() -> None:
+    """A proxy that sets or removes headers may not look at those. uvicorn added them to the others."""
+    with serve_echo(api_key="secret") as server, connect(server) as connection:
+        connection.sendall(
+            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"0\r\nAuthorization: Bearer secret\r\n\r\n"
+        )
+        assert rest_of(connection).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize("sent", [b"no HTTP\r\n\r\n" + b"z" * 60_000, b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000])
+async def test_a_connection_is_refused_once(sent: bytes) -> None:
+    """The second answer met an end that was already written, and broke the connection with a traceback in the log."""
+    connection, wire = connect_wire(bounded_connections(LIMITS), ok)
+    connection.data_received(sent)
+    connection.data_received(sent)
+    assert len(wire.sent) == 1
+    connection.connection_lost(None)
 
 
 def test_many_connections_are_accepted_in_few_iterations_of_the_event_loop() -> None:
