@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sglang_jax.runner.draft_model import AT_ONCE
+from sglang_jax.runner.draft_model import in_parts
 from sglang_jax.runner.drafts import FlatPlan
 from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, Int32
@@ -66,12 +66,11 @@ class DraftRequest:
 
     @classmethod
     def of(cls, flat: FlatPlan, late: Int32, missed: Int32) -> DraftRequest | None:
-        (first,) = np.nonzero(flat.draft_numbers == 1)
-        if not len(first):
+        rows, counts = flat.drafting()
+        if not len(rows):
             return None
-        counts = np.add.reduceat(flat.draft_numbers > 0, first).astype(np.int32)
         order = np.argsort(-counts, kind="stable")
-        return cls(flat.plan.rows[first][order], counts[order], late, missed)
+        return cls(rows[order], counts[order], late, missed)
 
 
 class Drafter:
@@ -101,7 +100,8 @@ class Drafter:
 
     def propose(self, wanted: DraftRequest, sample: Sample) -> None:
         """Writes the drafts into `DraftedTokens`. The step's page-table deltas must have been applied."""
-        self._catch_up(wanted.late, wanted.missed)
+        for _, *part in in_parts(wanted.late, wanted.missed, (_MAX_TOKENS,)):
+            self._compute(*part)
         on_device = self._to_device(np.stack((wanted.rows, wanted.counts)))
         rows, counts = on_device[0].long(), on_device[1]
         lengths = self._known.lengths[rows]
@@ -159,16 +159,6 @@ class Drafter:
             further=tuple(further),
         )
         return self._draft.forward(batch)
-
-    def _catch_up(self, rows: Int32, missed: Int32) -> None:
-        """Computes the `missed` tokens `[n]` of each of `rows` before the tokens with which a draft starts."""
-        for start in range(0, len(rows), _MAX_TOKENS):
-            own, left = rows[start : start + _MAX_TOKENS], missed[start : start + _MAX_TOKENS].copy()
-            while left.any():
-                part = np.minimum(left, max(_MAX_TOKENS // len(own), 1))
-                left -= part
-                going = part > 0
-                self._compute(own[going], AT_ONCE + left[going], part[going])
 
     def _compute(self, rows: Int32, backs: Int32, counts: Int32) -> None:
         """Computes `counts` tokens of each of `rows`, up to `backs` before the end of the row's text. Keys that are

@@ -14,6 +14,7 @@ from sglang_jax.errors import ParameterError
 from sglang_jax.runner.draft_model import DraftLag
 from sglang_jax.runner.drafts import REJECTED, FlatPlan, flatten_drafts, pack_hints, pack_texts, restore_rows
 from sglang_jax.runner.expert_load import ExpertLoad, load_since
+from sglang_jax.runner.packing import DRAFT_NUMBER
 from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
     INVALID_TOKEN,
@@ -27,11 +28,8 @@ from sglang_jax.runner.plan import (
     StepResult,
     TokenMasks,
     TopLogprobs,
-    check_page_bounds,
+    check_plan,
     one_each,
-    refuse_drafts,
-    refuse_drafts_of_states,
-    refuse_states,
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
@@ -43,7 +41,7 @@ from torch_backend.drafts import DraftedTokens, DraftSequences, KnownTokens, Sta
 from torch_backend.graphs import Bucket, Capture, StepGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
-from torch_backend.packing import DRAFT_NUMBER, StepInputs, StepLayout
+from torch_backend.packing import StepInputs, StepLayout
 from torch_backend.profile import Profile
 from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
@@ -131,10 +129,6 @@ class _Closed:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("the runner is closed")
-
-
-def _no_entries(deltas: PageDeltas) -> PageDeltas:
-    return PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
 
 
 class TorchRunner:
@@ -250,13 +244,7 @@ class TorchRunner:
     def launch(self, plan: StepPlan) -> TorchStep:
         """Starts a step and returns without waiting for it. Raises `ValueError` for a plan beyond the spec; nothing has
         changed then."""
-        if not self._drafts:
-            refuse_drafts(plan)
-        if not self._table.states:
-            refuse_states(plan)
-        else:
-            refuse_drafts_of_states(plan, self._spec)
-        check_page_bounds(plan, self._spec)
+        check_plan(plan, self._spec, states=self._table.states)
         flat = flatten_drafts(plan)
         plan = flat.plan
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
@@ -342,7 +330,7 @@ class TorchRunner:
         deltas = side_by_side(plan.page_deltas, self._table.starts)
         if self._drafter is not None and wanted is not None:
             self._apply_deltas(deltas)
-            deltas = _no_entries(deltas)
+            deltas = deltas[:0]
             self._drafter.propose(wanted, partial(self._sample_drafts, needs))
         inputs, hidden = self._hidden(flat, deltas)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
@@ -387,7 +375,7 @@ class TorchRunner:
         if self._graphs is not None and bucket is not None:
             if len(deltas.rows) > self._graphs.layouts[bucket].deltas:
                 self._apply_deltas(deltas)
-                deltas = _no_entries(deltas)
+                deltas = deltas[:0]
             settle = partial(self._settle_drafts, flat) if self._drafts else None
             return self._graphs.run(bucket, plan, deltas, draft_numbers, settle)
         layout = StepLayout.exact(plan, deltas, drafts=self._drafts, states=self._table.states)
@@ -460,7 +448,7 @@ class TorchRunner:
     def _prompt_logprobs(
         self, plan: StepPlan, inputs: StepInputs, wanted: PromptLogprobs, hidden: torch.Tensor
     ) -> Logprobs:
-        start = int(plan.query_lens[: wanted.sequence].sum()) + wanted.first
+        start = plan.place_of(wanted)
         if wanted.sequence >= plan.num_decode:
             start += inputs.num_decode - plan.num_decode  # padding of a captured step
         targets = integers_to_device(self._stream, wanted.targets)

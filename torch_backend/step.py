@@ -7,10 +7,11 @@ from typing import Protocol
 
 import torch
 
+from sglang_jax.runner.packing import DRAFT_NUMBER, LENGTH_ON_DEVICE
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.drafts import DraftedTokens, DraftSequences, KnownTokens
-from torch_backend.packing import DRAFT_NUMBER, LENGTH_ON_DEVICE, StepInputs
+from torch_backend.packing import StepInputs
 from torch_backend.recurrent.rows import StateRows
 
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
@@ -23,9 +22,8 @@ from sglang_jax.jax_runner.readers import reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights, build_batch, on_every_device
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
-from sglang_jax.runner.drafts import FlatPlan
 from sglang_jax.runner.page_tables import TableLayout
-from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, Int32
+from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN
 
 CATCH_UP_TOKENS = (16, 128)
 """Sizes of the programs that compute tokens which the draft model has missed."""
@@ -106,19 +104,10 @@ class RowState(NamedTuple):
 Draft = Callable[[Weights, DraftState, RowState, jax.Array], DraftState]
 
 
-def pack_drafts(flat: FlatPlan, size: int, dump_row: int) -> Int32:
-    """Rows with drafts, and their numbers of drafts, as int32 `[2, size]`; unused entries have the dump row."""
-    first = np.flatnonzero(flat.draft_numbers == 1)
-    packed = np.zeros((2, size), np.int32)
-    packed[0] = dump_row
-    packed[0, : len(first)] = flat.plan.rows[first]
-    packed[1, : len(first)] = np.add.reduceat(flat.draft_numbers > 0, first)
-    return packed
-
-
 def make_draft(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Draft:
-    """A function of (weights, `DraftState`, `RowState`, packed) that drafts the next samples of up to `rows` rows (see
-    `pack_drafts`). Its loop runs once per draft of the row with the most."""
+    """A function of (weights, `DraftState`, `RowState`, packed) that drafts the next samples of up to `rows` rows.
+    `packed`: the rows, and their numbers of drafts (see `pack_rows`). Its loop runs once per draft of the row with the
+    most."""
     reader, replicate = reader_over(mesh), on_every_device(mesh)
 
     def run(weights: Weights, state: DraftState, row_state: RowState, packed: jax.Array) -> DraftState:
@@ -163,17 +152,9 @@ def make_draft(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, 
     return run
 
 
-def pack_missed(rows: Int32, backs: Int32, counts: Int32, size: int, dump_row: int) -> Int32:
-    """The tokens to compute, as int32 `[3, size]`: `counts` tokens of each of `rows` `[n]`, up to `backs` before its
-    end."""
-    packed = np.zeros((3, size), np.int32)
-    packed[0] = dump_row
-    packed[:, : len(rows)] = (rows, backs, counts)
-    return packed
-
-
 def make_catch_up(draft: DraftModel, tokens: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Draft:
-    """Like `make_draft`, computes up to `tokens` tokens that the draft model has missed: see `pack_missed`."""
+    """Like `make_draft`, computes up to `tokens` tokens that the draft model has missed. `packed`: rows, how many
+    tokens before the end of each to stop, and how many to compute."""
     replicate = on_every_device(mesh)
 
     def run(weights: Weights, state: DraftState, row_state: RowState, packed: jax.Array) -> DraftState:

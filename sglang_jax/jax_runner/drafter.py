@@ -6,12 +6,11 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from sglang_jax.jax_runner.draft_model import pack_drafts, pack_missed
 from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.step import DeviceState, Weights
-from sglang_jax.runner.draft_model import AT_ONCE, DraftLag
+from sglang_jax.runner.draft_model import DraftLag, in_parts
 from sglang_jax.runner.drafts import FlatPlan
-from sglang_jax.runner.plan import Int32
+from sglang_jax.runner.packing import pack_rows
 
 
 class Drafter:
@@ -25,11 +24,11 @@ class Drafter:
     def propose(self, state: DeviceState, flat: FlatPlan) -> DeviceState:
         """The state with the drafts of `flat`, whose page-table deltas are applied."""
         programs = self._programs
-        for packed in self._missed(*self._lag.missed(flat)):
-            state = programs.catch_up(self._weights, state, packed)
-        drafting = int(np.count_nonzero(flat.draft_numbers == 1))
-        size = programs.draft_size(drafting)
-        return programs.propose(self._weights, state, pack_drafts(flat, size, programs.dump_row))
+        for size, *part in in_parts(*self._lag.missed(flat), programs.catch_up_sizes):
+            state = programs.catch_up(self._weights, state, pack_rows(size, programs.dump_row, *part))
+        rows, counts = flat.drafting()
+        packed = pack_rows(programs.draft_size(len(rows)), programs.dump_row, rows, counts)
+        return programs.propose(self._weights, state, packed)
 
     def launched(self, flat: FlatPlan) -> None:
         self._lag.launched(flat)
@@ -48,19 +47,6 @@ class Drafter:
             if (name := f"catch up {size} tokens") not in names:
                 continue
             one = np.array([1], np.int32)
-            state = self._programs.catch_up(
-                self._weights, state, pack_missed(one * dump_row, one * 0, one, size, dump_row)
-            )
+            packed = pack_rows(size, dump_row, one * dump_row, one * 0, one)
+            state = self._programs.catch_up(self._weights, state, packed)
             yield name, state
-
-    def _missed(self, rows: Int32, counts: Int32) -> Iterator[Int32]:
-        """The parts in which to compute `counts` tokens of `rows`, `[n]` both, oldest first."""
-        sizes, dump_row = self._programs.catch_up_sizes, self._programs.dump_row
-        for start in range(0, len(rows), sizes[-1]):
-            own, left = rows[start : start + sizes[-1]], counts[start : start + sizes[-1]]
-            while len(own):
-                size = next((size for size in sizes if size >= left.sum()), sizes[-1])
-                part = np.minimum(left, size // len(own))
-                left = left - part
-                yield pack_missed(own, AT_ONCE + left, part, size, dump_row)
-                own, left = own[left > 0], left[left > 0]

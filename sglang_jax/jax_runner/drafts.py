@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sglang_jax.jax_runner.packing import DRAFT_NUMBER, LENGTH_ON_DEVICE, SAMPLES
 from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH
+from sglang_jax.runner.packing import DRAFT_NUMBER, LENGTH_ON_DEVICE, SAMPLES
 from sglang_jax.runner.plan import DRAFT, HINT_TOKENS
 
 

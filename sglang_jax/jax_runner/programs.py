@@ -126,13 +126,13 @@ class Programs:
         return state, outputs
 
     def propose(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
-        """Runs the draft model's drafts for one of `draft_sizes` rows; see `pack_drafts`."""
+        """Runs the draft model's drafts for one of `draft_sizes` rows; see `make_draft`."""
         size = packed.shape[1]
         program = self.builds.get(f"draft {size} rows", lambda: self._build_draft(size))
         return self._run_draft(program, weights, state, packed)
 
     def catch_up(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
-        """Has the draft model compute one of `catch_up_sizes` tokens; see `pack_missed`."""
+        """Has the draft model compute one of `catch_up_sizes` tokens; see `make_catch_up`."""
         size = packed.shape[1]
         program = self.builds.get(f"catch up {size} tokens", lambda: self._build_catch_up(size))
         return self._run_draft(program, weights, state, packed)

@@ -30,12 +30,9 @@ from sglang_jax.runner.plan import (
     StepResult,
     TokenMasks,
     TopLogprobs,
-    check_page_bounds,
+    check_plan,
     mask_words,
     one_each,
-    refuse_drafts,
-    refuse_drafts_of_states,
-    refuse_states,
 )
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.runner.pulse import Building
@@ -80,9 +77,8 @@ class JaxStep:
         plan, found = self.plan, self.outputs.prompt_logprobs
         if not plan.prompt_logprobs or found is None:
             return ()
-        starts = np.cumsum(plan.query_lens) - plan.query_lens
         return tuple(
-            _on_host(found, int(starts[wanted.sequence]) + wanted.first, len(wanted.targets), plan.prompt_top_logprobs)
+            _on_host(found, plan.place_of(wanted), len(wanted.targets), plan.prompt_top_logprobs)
             for wanted in plan.prompt_logprobs
         )
 
@@ -177,13 +173,7 @@ class JaxRunner:
     def launch(self, plan: StepPlan) -> JaxStep:
         """Starts a step and returns without waiting for it. Raises `ValueError`, before anything has changed, for a
         plan beyond the spec."""
-        if self._spec.max_samples == 1:
-            refuse_drafts(plan)
-        if not self._programs.table.states:
-            refuse_states(plan)
-        else:
-            refuse_drafts_of_states(plan, self._spec)
-        check_page_bounds(plan, self._spec)
+        check_plan(plan, self._spec, states=self._programs.table.states)
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
                 f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"
@@ -297,9 +287,9 @@ class JaxRunner:
             return deltas
         page_table = self._state.page_table
         for start in range(0, count, DELTA_BLOCK):
-            page_table = self._programs.apply_deltas(page_table, _part(deltas, start, start + DELTA_BLOCK))
+            page_table = self._programs.apply_deltas(page_table, deltas[start : start + DELTA_BLOCK])
         self._state = replace(self._state, page_table=page_table)
-        return _part(deltas, count, count)
+        return deltas[:0]
 
 
 def _in_batches(updates: Sequence[Update], sizes: tuple[int, ...]) -> Iterator[tuple[int, Sequence[Update]]]:
@@ -308,10 +298,6 @@ def _in_batches(updates: Sequence[Update], sizes: tuple[int, ...]) -> Iterator[t
         size = next((size for size in sizes if size >= len(updates)), sizes[-1])
         yield size, updates[:size]
         updates = updates[size:]
-
-
-def _part(deltas: PageDeltas, start: int, end: int) -> PageDeltas:
-    return PageDeltas(deltas.rows[start:end], deltas.columns[start:end], deltas.pages[start:end])
 
 
 def _nbytes(tree: Weights | KVCaches) -> int:

@@ -23,6 +23,7 @@ from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.part import States
 from sglang_jax.runner.drafts import REJECTED, FlatPlan
+from sglang_jax.runner.packing import pack_rows
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS, Int32, RunnerSpec
 
@@ -334,14 +335,9 @@ def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array,
 def pack_settled(flat: FlatPlan, size: int, pad_row: int, first_draft_slot: int) -> Int32:
     """The rows of a plan with drafts, and the slot of the state after the first draft of each: int32 `[2, size]`.
     Unused entries have row `pad_row`."""
-    packed = np.zeros((2, size), np.int32)
-    packed[0] = pad_row
-    drafts = flat.draft_numbers > 0
     firsts = flat.draft_numbers == 1
-    count = int(np.count_nonzero(firsts))
-    packed[0, :count] = flat.plan.rows[firsts]
-    packed[1, :count] = (first_draft_slot - 1 + np.cumsum(drafts))[firsts]
-    return packed
+    slots = first_draft_slot - 1 + np.cumsum(flat.draft_numbers > 0)
+    return pack_rows(size, pad_row, flat.plan.rows[firsts], slots[firsts])
 
 
 def on_every_device(mesh: Mesh | None) -> Callable[[T], T]:

@@ -9,6 +9,7 @@ the other.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -112,3 +113,18 @@ class DraftLag:
         self._behind[decoding] = np.where(in_step, 1, behind + 1)
         self._behind[plan.rows[draft_numbers > 0]] = AT_ONCE
         self._behind[chunks] = 1
+
+
+def in_parts(rows: Int32, counts: Int32, sizes: Sequence[int]) -> Iterator[tuple[int, Int32, Int32, Int32]]:
+    """The parts in which to compute `counts` tokens that the draft model has missed of `rows`, `[n]` both, oldest
+    first: a part's size, its rows, how many tokens before the end of each row it ends, and its tokens of each row. The
+    size is the smallest of `sizes` that is enough for what is left, or the largest."""
+    largest = sizes[-1]
+    for start in range(0, len(rows), largest):
+        own, left = rows[start : start + largest], counts[start : start + largest]
+        while len(own):
+            size = next((size for size in sizes if size >= left.sum()), largest)
+            part = np.minimum(left, size // len(own))
+            left = left - part
+            yield size, own, AT_ONCE + left, part
+            own, left = own[left > 0], left[left > 0]

@@ -42,6 +42,11 @@ class FlatPlan:
     draft_numbers: Int32
     firsts: Int32
 
+    def drafting(self) -> tuple[Int32, Int32]:
+        """The rows with drafts, and the number of drafts of each: `[n]` both."""
+        first = np.flatnonzero(self.draft_numbers == 1)
+        return self.plan.rows[first], np.add.reduceat(self.draft_numbers > 0, first).astype(np.int32)
+
 
 def flatten_drafts(plan: StepPlan) -> FlatPlan:
     """Makes each query of a sequence with drafts a sequence that samples, in order."""

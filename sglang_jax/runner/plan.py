@@ -118,6 +118,9 @@ class PageDeltas:
     columns: Int32
     pages: Int32
 
+    def __getitem__(self, part: slice) -> PageDeltas:
+        return PageDeltas(self.rows[part], self.columns[part], self.pages[part])
+
 
 @dataclass(frozen=True, slots=True)
 class SlotCopies:
@@ -241,6 +244,10 @@ class StepPlan:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    def place_of(self, wanted: PromptLogprobs) -> int:
+        """The place in `tokens` of the first query that predicts one of the `wanted` tokens."""
+        return int(self.query_lens[: wanted.sequence].sum()) + wanted.first
+
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
@@ -294,20 +301,31 @@ def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:
     return tokens[:, None], samples.astype(np.int32)
 
 
-def refuse_states(plan: StepPlan) -> None:
+def check_plan(plan: StepPlan, spec: RunnerSpec, *, states: bool) -> None:
+    """Raises `ValueError` for a plan that a runner with `spec` does not run. `states`: it has recurrent states."""
+    if spec.max_samples == 1:
+        _refuse_drafts(plan)
+    if states:
+        _refuse_drafts_of_states(plan, spec)
+    else:
+        _refuse_states(plan)
+    _check_page_bounds(plan, spec)
+
+
+def _refuse_states(plan: StepPlan) -> None:
     """Raises `ValueError` for a plan that copies states: for runners without recurrent states."""
     if plan.copies:
         raise ValueError(f"step {plan.step} copies states, but this runner has no recurrent states")
 
 
-def refuse_drafts(plan: StepPlan) -> None:
+def _refuse_drafts(plan: StepPlan) -> None:
     """Raises `ValueError` for a plan with drafts, or with rows that learn their length on the device: for runners
     without drafts, where the host knows every length."""
     if plan.length_on_device is not None or int(plan.tokens.min()) < LAST_TOKEN:
         raise ValueError(f"step {plan.step} has drafts, or rows after drafts: this runner samples one token a row")
 
 
-def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
+def _refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
     """Raises `ValueError` for a plan with more drafts than the `spec.max_drafts` slots for them, or with drafts
     alongside prompts: for runners with recurrent states."""
     drafts = int(np.count_nonzero(plan.tokens == DRAFT))
@@ -318,7 +336,7 @@ def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
         raise ValueError(f"step {plan.step} has drafts alongside prompts: their states would be lost")
 
 
-def check_page_bounds(plan: StepPlan, spec: RunnerSpec) -> None:
+def _check_page_bounds(plan: StepPlan, spec: RunnerSpec) -> None:
     """Raises `ValueError` if a page or slot is outside its pool, or a row longer than its page table. On a device, such
     a fault would end the process without an error."""
     for deltas, pool in zip(plan.page_deltas, spec.pools, strict=True):

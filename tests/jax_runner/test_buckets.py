@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
-from sglang_jax.jax_runner.packing import NO_TARGET, SAMPLES, StepLayout
+from sglang_jax.jax_runner.packing import NO_TARGET, StepLayout
+from sglang_jax.runner.packing import SAMPLES
 from sglang_jax.runner.plan import LAST_TOKEN, PageDeltas, PromptLogprobs, StepPlan
 
 

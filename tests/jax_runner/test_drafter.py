@@ -1,54 +1,18 @@
-"""Tokens that a draft model has missed are computed in programs of a few sizes: every token once, the oldest first, and
-nothing is written to pages that the row no longer has."""
+"""Tokens that a draft model has missed are not written to pages that the row no longer has."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from sglang_jax.jax_runner.draft_model import DraftModel, DraftState, RowState, make_catch_up, pack_missed
-from sglang_jax.jax_runner.drafter import Drafter
+from sglang_jax.jax_runner.draft_model import DraftModel, DraftState, RowState, make_catch_up
 from sglang_jax.jax_runner.drafts import DraftedTokens, KnownTokens
 from sglang_jax.jax_runner.step import ModelFunctions, make_settle
 from sglang_jax.runner.draft_model import AT_ONCE
+from sglang_jax.runner.packing import pack_rows
 from sglang_jax.runner.page_tables import TableLayout
-
-SIZES, DUMP_ROW = (16, 128), 400
-
-
-@pytest.mark.parametrize(
-    "counts",
-    [
-        [1],
-        [16],
-        [300],
-        [5] * 19 + [50],  # once the others are done, the rest fits the smallest program, which has 16 places
-        [1] * 17,
-        [1] * 129 + [40],
-        list(range(1, 200, 3)),
-    ],
-    ids=str,
-)
-def test_each_missed_token_is_computed_once_the_oldest_first(counts: list[int]) -> None:
-    drafter = Drafter(SimpleNamespace(catch_up_sizes=SIZES, dump_row=DUMP_ROW), (), DUMP_ROW)  # type: ignore[arg-type]
-    rows = np.arange(len(counts), dtype=np.int32)
-    left = dict(enumerate(counts))
-    for packed in drafter._missed(rows, np.array(counts, np.int32)):
-        size = packed.shape[1]
-        assert size in SIZES
-        assert packed[2].sum() <= size
-        for row, back, count in packed.T.tolist():
-            if row == DUMP_ROW:
-                assert count == 0
-                continue
-            assert count > 0
-            left[row] -= count
-            assert back == AT_ONCE + left[row], "up to where the next part begins"
-    assert not any(left.values())
 
 
 def test_nothing_is_written_behind_windows() -> None:
@@ -65,7 +29,7 @@ def test_nothing_is_written_behind_windows() -> None:
     known = replace(KnownTokens.empty(2, columns * page_size), lengths=jnp.array([length, 0], jnp.int32))
     layout = TableLayout(tuple((first, first + columns) for first in (0, columns, 2 * columns)))
     run = make_catch_up(draft, 16, page_size, None, layout)
-    packed = pack_missed(np.zeros(1, np.int32), np.array([AT_ONCE]), np.array([14]), 16, 1)
+    packed = pack_rows(16, 1, np.zeros(1, np.int32), np.array([AT_ONCE], np.int32), np.array([14], np.int32))
     state = run([], DraftState((), drafted), RowState(table, known, None), jnp.asarray(packed))  # type: ignore[arg-type]
     full, window = (np.asarray(slots) for slots in state.kv)
     positions = np.arange(length - AT_ONCE - 14, length - AT_ONCE)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_jax.jax_runner import drafts as jax_drafts
-from sglang_jax.jax_runner.packing import DRAFT_NUMBER, LENGTH_ON_DEVICE, SAMPLES
 from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH, pack_hints
+from sglang_jax.runner.packing import DRAFT_NUMBER, LENGTH_ON_DEVICE, SAMPLES
 from sglang_jax.runner.plan import DRAFT, HINT_TOKENS, INVALID_TOKEN, HintUpdate
 from torch_backend import drafts as torch_drafts
 

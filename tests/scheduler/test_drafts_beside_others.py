@@ -20,9 +20,7 @@ from sglang_jax.runner.plan import (
     RunnerSpec,
     SlotCopies,
     StepPlan,
-    check_page_bounds,
-    refuse_drafts,
-    refuse_states,
+    check_plan,
 )
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.chunking import TimedChunk
@@ -31,6 +29,7 @@ from sglang_jax.scheduler.scheduler import Scheduler
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 NOTHING = np.zeros(0, np.int32)
+ONE_SAMPLE = RunnerSpec((PoolSpec("full", CacheKind.FULL, 9, 16),), 1, token_budget=2, max_context=32, vocab_size=9)
 
 
 def endless(tokens: int, seed: int = 5, **more: object) -> SamplingParams:
@@ -204,7 +203,8 @@ def test_a_runner_without_drafts_refuses_drafts() -> None:
         page_deltas=(PageDeltas(NOTHING, NOTHING, NOTHING),),
     )
     with pytest.raises(ValueError, match="step 0"):
-        refuse_drafts(plan)
+        check_plan(plan, ONE_SAMPLE, states=False)
+    check_plan(plan, replace(ONE_SAMPLE, max_samples=2), states=False)
 
 
 def test_a_runner_without_states_refuses_copies() -> None:
@@ -221,7 +221,7 @@ def test_a_runner_without_states_refuses_copies() -> None:
         copies=(SlotCopies(1, one, 2 * one),),
     )
     with pytest.raises(ValueError, match="step 3 copies states"):
-        refuse_states(plan)
+        check_plan(plan, ONE_SAMPLE, states=False)
 
 
 def test_slots_outside_the_pool_are_not_copied() -> None:
@@ -241,8 +241,8 @@ def test_slots_outside_the_pool_are_not_copied() -> None:
     pools = (PoolSpec("full", CacheKind.FULL, 9, 16), PoolSpec("mamba", CacheKind.STATE, 4, 16))
     spec = RunnerSpec(pools, max_rows=1, token_budget=1, max_context=32, vocab_size=9)
     with pytest.raises(ValueError, match=r"between slots \[1\] and \[4\]: pool mamba has slots 0 to 3"):
-        check_page_bounds(plan, spec)
-    check_page_bounds(replace(plan, copies=(SlotCopies(1, one, 3 * one),)), spec)
+        check_plan(plan, spec, states=True)
+    check_plan(replace(plan, copies=(SlotCopies(1, one, 3 * one),)), spec, states=True)
 
 
 def test_the_fair_prefill_benchmark_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from helpers.simulation import STATE
 from helpers.watch import Watch
 
 from sglang_jax.mem_cache.invariants import check_everything
-from sglang_jax.runner.plan import DRAFT, StepPlan, refuse_drafts_of_states
+from sglang_jax.runner.plan import DRAFT, StepPlan, check_plan
 from sglang_jax.sampling.params import SamplingParams
 
 PAGE = 4
@@ -115,11 +115,11 @@ def test_a_step_has_no_more_drafts_than_slots_for_their_states() -> None:
     most = max(subject.runner.plans, key=drafts_of)
     assert 3 <= drafts_of(most) <= 7
     spec = subject.runner.spec
-    refuse_drafts_of_states(most, spec)
+    check_plan(most, spec, states=True)
     with pytest.raises(ValueError, match="drafts, but there are only 7 slots for their states"):
-        refuse_drafts_of_states(_with_tokens(most, [-1, *[DRAFT] * 8]), spec)
+        check_plan(_with_tokens(most, [-1, *[DRAFT] * 8]), spec, states=True)
     with pytest.raises(ValueError, match="drafts alongside prompts"):
-        refuse_drafts_of_states(_with_tokens(most, [-1, DRAFT, 5]), spec)
+        check_plan(_with_tokens(most, [-1, DRAFT, 5]), spec, states=True)
 
 
 def _with_tokens(plan: StepPlan, tokens: list[int]) -> StepPlan:

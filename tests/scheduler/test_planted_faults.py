@@ -106,7 +106,7 @@ def lose_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def take_all_but_the_last(self: PageTable) -> PageDeltas:
         deltas = take(self)
-        return PageDeltas(deltas.rows[:-1], deltas.columns[:-1], deltas.pages[:-1])
+        return deltas[:-1]
 
     monkeypatch.setattr(PageTable, "take_deltas", take_all_but_the_last)
 

@@ -132,6 +132,6 @@ def test_unpacked_arrays_are_views() -> None:
     packed = torch.zeros(layout.size, dtype=torch.int32)
     inputs = layout.unpack(packed)
     packed.copy_(torch.arange(layout.size, dtype=torch.int32))
-    tensors = (inputs.rows, inputs.kv_lens, inputs.query_starts, inputs.sampled)
+    tensors = (inputs.rows, inputs.kv_lens, inputs.query_starts)
     deltas = (inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
-    assert torch.cat([*tensors, *deltas, inputs.tokens]).tolist() == list(range(layout.size))
+    assert torch.cat([*tensors, *deltas, inputs.tokens, inputs.sampled]).tolist() == list(range(layout.size))
