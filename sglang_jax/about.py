@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import Distribution, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 
 BACKENDS = "sglang_jax.backends"
 """The group of entry points for backends; this project's entries identify its distribution."""
+
+COMMANDS = "sglang_jax.commands"
+"""The group of entry points for commands in packages of the distribution that `sglang_jax` must not import."""
 
 
 @cache
@@ -17,6 +20,13 @@ def distribution() -> Distribution:
         if entry.value.startswith(f"{__package__}.") and entry.dist is not None:
             return entry.dist
     raise LookupError(f"{__package__} is not installed: run `pip install -e .` in the clone")
+
+
+def command(name: str) -> EntryPoint:
+    """Returns the entry point of a command of `COMMANDS`. Raises `LookupError` if it is not installed."""
+    for entry in distribution().entry_points.select(group=COMMANDS, name=name):
+        return entry
+    raise LookupError(f"the command {name} is not installed: run `pip install -e .` in the clone again")
 
 
 def documentation(page: str) -> str:

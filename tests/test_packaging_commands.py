@@ -151,12 +151,13 @@ def test_each_backend_can_be_installed_without_the_other(project: dict[str, Any]
     assert "torch==2.13.0" in extras["test"]
 
 
-def test_backends_are_entry_points(project: dict[str, Any]) -> None:
+def test_backends_and_commands_are_entry_points(project: dict[str, Any]) -> None:
     assert project["entry-points"]["sglang_jax.backends"] == {
         "jax": "sglang_jax.jax_runner:create_runner",
         "torch": "torch_backend:create_runner",
     }
     assert project["entry-points"]["sglang_jax.followers"] == {"jax": "sglang_jax.jax_runner:follow"}
+    assert project["entry-points"]["sglang_jax.commands"] == {"check": "tpu.check:check"}
     assert project["scripts"] == dict.fromkeys(("sglang-jax", project["name"]), "sglang_jax.cli.program:main")
 
 

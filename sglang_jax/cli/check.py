@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import click
+
+from sglang_jax import about
+from sglang_jax.errors import ConfigError
 
 
 @click.command(
@@ -17,5 +18,8 @@ def check(arguments: tuple[str, ...]) -> int:
     """Check whether a model fits a TPU slice by compiling it ahead of time, without a TPU."""
     from sglang_jax.cli.main import run  # circular import
 
-    # By name, because this package must not depend on `tpu`.
-    return run(import_module("tpu.check").check, "sglang-jax check", arguments)
+    try:
+        command = about.command("check")
+    except LookupError as error:
+        raise ConfigError(str(error)) from error
+    return run(command.load(), "sglang-jax check", arguments)

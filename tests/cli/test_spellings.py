@@ -14,7 +14,7 @@ from migration_tables import PAGE, TABLES, written
 
 import sglang_jax
 import tpu.check
-from sglang_jax import Engine, SamplingParams
+from sglang_jax import Engine, SamplingParams, about
 from sglang_jax.cli.bench.commands import LoadConfig
 from sglang_jax.cli.bench.workloads import WorkloadConfig
 from sglang_jax.cli.main import cli, run, with_dashes
@@ -326,6 +326,16 @@ def test_check_is_the_check_for_tpus(capsys: pytest.CaptureFixture[str]) -> None
     assert "Error: no model is given: name one" in capsys.readouterr().err
     assert run(cli, "x", ["check", "--topology", "v6e-1", "one", "--model", "two"]) == 2
     assert capsys.readouterr().err == "Error: two models are given: one and --model-path two\n"
+
+
+def test_a_check_that_is_not_installed_is_an_error_with_a_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an environment that was installed before the command was an entry point."""
+    monkeypatch.setattr(about, "COMMANDS", "sglang_jax.none")
+    assert run(cli, "x", ["check", "demo"]) == 2
+    told = "the command check is not installed: run `pip install -e .` in the clone again"
+    assert capsys.readouterr().err == f"Error: {told}\n"
 
 
 @pytest.mark.parametrize(
