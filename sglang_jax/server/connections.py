@@ -185,7 +185,6 @@ class BoundedConnection(HttpToolsProtocol):
             self.timeout_keep_alive_task.cancel()  # uvicorn's waits for its time if the client reset the connection
         self.end_requests()
         super().connection_lost(exc)
-        self.pipeline.clear()
 
     def eof_received(self) -> None:
         """The transport closes once the client has read what is written."""

@@ -16,10 +16,12 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
+from helpers.wire import Wire
 from helpers.wire import connect as connect_wire
 from starlette.types import Receive, Scope, Send
 from uvicorn.loops.auto import auto_loop_factory
@@ -29,7 +31,9 @@ from sglang_jax.server import connections, held_answers
 from sglang_jax.server.connections import (
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
+    BoundedConnection,
     ConnectionGate,
+    ConnectionGroup,
     ConnectionLimits,
     bounded_connections,
 )
@@ -167,6 +171,7 @@ def test_the_longest_idle_connection_is_closed_for_a_new_one(monkeypatch: pytest
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.05)
     with serve_echo(max_connections=3) as server:
         silent = [connect(server) for _ in range(3)]
+        time.sleep(0.1)  # the others are accepted by now, too
         silent[0].sendall(b"GET /hea")
         time.sleep(0.2)
         assert healthy(server)  # over a new connection
@@ -554,14 +559,16 @@ async def test_nothing_is_written_to_a_closing_connection(closed_by: str, caplog
     connection.connection_lost(None)
 
 
-@pytest.mark.parametrize("end", ["kept open", "Connection: close", "half closed"])
+@pytest.mark.parametrize("end", ["kept open", "Connection: close", "close, others behind", "half closed"])
 async def test_a_client_that_does_not_read_the_end_of_an_answer_is_disconnected(end: str) -> None:
     """Up to 64 KiB that were left in the write buffer, and their connection, waited forever."""
     limits = ConnectionLimits(max_connections=8, client_timeout=0.05)
     connection, wire = connect_wire(bounded_connections(limits), ok)
     aborted = asyncio.Event()
     wire.abort = aborted.set  # type: ignore[method-assign]
-    connection.data_received(GET_AND_CLOSE if end == "Connection: close" else GET)
+    connection.data_received(
+        {"Connection: close": GET_AND_CLOSE, "close, others behind": GET_AND_CLOSE * 2}.get(end, GET)
+    )
     if end == "half closed":
         connection.eof_received()
     await asyncio.wait_for(aborted.wait(), 5)
@@ -584,11 +591,137 @@ async def test_a_client_that_has_read_one_answer_has_time_for_the_next() -> None
     connection.connection_lost(None)
 
 
-def test_a_head_that_begins_behind_an_answered_request_has_its_time(strict: EchoServer) -> None:
+def bounded(
+    app: Any, group: ConnectionGroup | None = None, state: ServerState | None = None, client_timeout: float = 60.0
+) -> tuple[BoundedConnection, Wire, ConnectionGroup]:
+    """A connection of a group, or of a separate one."""
+    group = group or ConnectionGroup(ConnectionLimits(max_connections=1, client_timeout=client_timeout))
+    connection, wire = connect_wire(partial(BoundedConnection, group), ConnectionGate(app), state)
+    return connection, wire, group
+
+
+async def test_a_client_that_reads_slowly_keeps_its_connection() -> None:
+    connection, wire, _ = bounded(waits_for_the_client_to_leave, client_timeout=0.1)
+    wire.unread = 100
+    connection.data_received(GET)
+    connection.pause_writing()
+    for _ in range(15):
+        await asyncio.sleep(0.02)
+        wire.unread -= 1
+        assert not wire.closing
+    connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_only_clients_that_let_the_server_wait_are_disconnected(paused: bool) -> None:
+    """With a few bytes of a stream in the buffer, it does not wait, whatever happened before; a request that comes
+    while it waits changes nothing."""
+    connection, wire, _ = bounded(waits_for_the_client_to_leave, client_timeout=0.05)
+    connection.data_received(GET)
+    wire.unread = 10
+    connection.pause_writing()
+    if paused:
+        connection.data_received(GET)
+    else:
+        connection.resume_writing()
+    await asyncio.sleep(0.2)
+    assert wire.closing == paused
+    connection.connection_lost(None)
+
+
+async def test_bytes_left_of_an_answer_do_not_end_the_next_request() -> None:
+    connection, wire, _ = bounded(ok, client_timeout=0.05)
+    connection.data_received(GET)
+    await some_iterations()
+    assert wire.sent
+    connection.app = ConnectionGate(waits_for_the_client_to_leave)  # type: ignore[assignment]  # Starlette's, not uvicorn's type
+    connection.data_received(GET)
+    await asyncio.sleep(0.2)
+    assert not wire.closing
+    connection.connection_lost(None)
+
+
+async def test_a_connection_counts_where_it_is() -> None:
+    state = ServerState()
+    connection, wire, group = bounded(ok, state=state)
+    assert (list(group.waiting), group.served) == ([connection], set())
+    connection.data_received(GET)
+    assert not group.waiting
+    await some_iterations()
+    assert (list(group.waiting), group.served) == ([connection], set())
+    connection.data_received(GET * 2)  # the second is not refused because the first is served
+    await some_iterations()
+    assert [answer for answer in wire.sent if answer.startswith(b"HTTP")] == [wire.sent[0]] * 3
+    assert (list(group.waiting), group.served) == ([connection], set())
+    connection.data_received(b"no HTTP\r\n\r\n")
+    assert wire.ended
+    assert (list(group.waiting), list(group.lingering), state.connections) == ([], [connection], set())
+    connection.connection_lost(None)
+    assert not group.lingering
+
+
+async def test_a_lost_connection_is_not_served_any_more() -> None:
+    """Health checks never are."""
+    state = ServerState()
+    checking, _, group = bounded(waits_for_the_client_to_leave, state=state)
+    checking.data_received(GET.replace(b"/ ", b"/livez "))
+    connection, _, _ = bounded(waits_for_the_client_to_leave, group, state)
+    connection.data_received(GET)
+    await some_iterations()
+    assert group.served == {connection}
+    connection.connection_lost(None)
+    assert group.served == set()
+    checking.connection_lost(None)
+
+
+async def test_the_connection_that_has_waited_longest_is_refused_for_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only if those above the limit are open as well: they have not been silent for `IDLE_SECONDS`."""
+    monkeypatch.setattr(connections, "HEALTH_CONNECTIONS", 1)
+    state = ServerState()
+    first, wire, group = bounded(ok, state=state)
+    second, _, _ = bounded(ok, group, state)
+    assert list(group.waiting) == [first, second]
+    third, _, _ = bounded(ok, group, state)
+    assert list(group.waiting) == [second, third]
+    assert wire.sent[0].startswith(b"HTTP/1.1 503 too_many_connections")
+    for connection in (first, second, third):
+        connection.connection_lost(None)
+
+
+async def test_a_head_of_many_lines_may_come_in_pieces() -> None:
+    """Colons and ends of lines do not count."""
+    lines = b"".join(b"X%03d: %b\r\n" % (number, b"y" * 250) for number in range(127))
+    head = b"POST / HTTP/1.1\r\nContent-Length: 5\r\n" + lines + b"\r\n"
+    assert len(head) > MAX_HEAD_BYTES
+    connection, wire, _ = bounded(waits_for_the_client_to_leave)
+    connection.data_received(head[:20_000])
+    connection.data_received(head[20_000:])
+    assert (wire.sent, wire.closing) == ([], False)
+    connection.connection_lost(None)
+    connection, wire, _ = bounded(waits_for_the_client_to_leave)
+    connection.data_received(head[:-2] + b"X: y\r\n\r\n")
+    assert wire.sent[0].startswith(b"HTTP/1.1 431")
+    connection.connection_lost(None)
+
+
+async def test_the_size_of_a_target_is_limited() -> None:
+    connection, wire, _ = bounded(ok)
+    connection.data_received(GET.replace(b"/ ", b"/?" + b"x" * MAX_HEAD_BYTES + b" ", 1))
+    assert wire.sent[0].startswith(b"HTTP/1.1 431")
+    connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_head_behind_an_answered_request_has_its_time(strict: EchoServer, together: bool) -> None:
     with connect(strict) as connection:
         begin = time.monotonic()
-        connection.sendall(healthy_request().replace(b"Connection: close\r\n", b"") + b"GET /")
-        assert rest_of(connection).count(b"HTTP/1.1 200") == 1
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + (b"GET /" if together else b""))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        if not together:
+            connection.sendall(b"GET /")
+        assert b"HTTP/1.1" not in rest_of(connection)
     assert time.monotonic() - begin < 10
 
 
