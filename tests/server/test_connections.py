@@ -23,11 +23,11 @@ import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 from helpers.wire import Wire
 from helpers.wire import connect as connect_wire
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.server import ServerState
 
-from sglang_jax.server import connections, held_answers
+from sglang_jax.server import connections, errors, held_answers
 from sglang_jax.server.connections import (
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
@@ -37,6 +37,7 @@ from sglang_jax.server.connections import (
     ConnectionLimits,
     bounded_connections,
 )
+from sglang_jax.server.errors import BusyError, close_after_error
 from sglang_jax.server.serve import bind, listening_sockets
 
 TIMEOUT = 0.6
@@ -482,6 +483,7 @@ async def waits_for_the_client_to_leave(scope: Scope, receive: Receive, send: Se
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 GET_AND_CLOSE = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+GET_1_0 = b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
 LIMITS = ConnectionLimits(max_connections=8, client_timeout=60.0)
 
 
@@ -559,16 +561,15 @@ async def test_nothing_is_written_to_a_closing_connection(closed_by: str, caplog
     connection.connection_lost(None)
 
 
-@pytest.mark.parametrize("end", ["kept open", "Connection: close", "close, others behind", "half closed"])
+@pytest.mark.parametrize("end", ["kept open", "Connection: close", "HTTP/1.0, others behind", "half closed"])
 async def test_a_client_that_does_not_read_the_end_of_an_answer_is_disconnected(end: str) -> None:
     """Up to 64 KiB that were left in the write buffer, and their connection, waited forever."""
     limits = ConnectionLimits(max_connections=8, client_timeout=0.05)
     connection, wire = connect_wire(bounded_connections(limits), ok)
     aborted = asyncio.Event()
     wire.abort = aborted.set  # type: ignore[method-assign]
-    connection.data_received(
-        {"Connection: close": GET_AND_CLOSE, "close, others behind": GET_AND_CLOSE * 2}.get(end, GET)
-    )
+    requests = {"Connection: close": GET_AND_CLOSE, "HTTP/1.0, others behind": GET_1_0 * 2}
+    connection.data_received(requests.get(end, GET))
     if end == "half closed":
         connection.eof_received()
     await asyncio.wait_for(aborted.wait(), 5)
@@ -686,6 +687,7 @@ async def test_the_connection_that_has_waited_longest_is_refused_for_a_new_one(
     third, _, _ = bounded(ok, group, state)
     assert list(group.waiting) == [second, third]
     assert wire.sent[0].startswith(b"HTTP/1.1 503 too_many_connections")
+    assert b"Retry-After: 1" in wire.sent[0]
     for connection in (first, second, third):
         connection.connection_lost(None)
 
@@ -704,6 +706,35 @@ async def test_a_head_of_many_lines_may_come_in_pieces() -> None:
     connection.data_received(head[:-2] + b"X: y\r\n\r\n")
     assert wire.sent[0].startswith(b"HTTP/1.1 431")
     connection.connection_lost(None)
+
+
+async def test_requests_behind_the_last_one_do_not_cost_its_answer() -> None:
+    connection, wire, _ = bounded(ok)
+    connection.data_received(GET_AND_CLOSE + GET)
+    await some_iterations()
+    assert b"".join(wire.sent).count(b"HTTP/1.1 200") == 1
+    assert wire.closing
+    connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("limit", ["MAX_LINGERED_BYTES", "LINGER_SECONDS"])
+async def test_the_rest_of_a_refused_body_is_limited(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(errors, limit, {"MAX_LINGERED_BYTES": 100, "LINGER_SECONDS": 0.05}[limit])
+    read, sent = [], []
+
+    async def receive() -> Message:
+        read.append(10)
+        await asyncio.sleep(60 if limit == "LINGER_SECONDS" else 0)
+        assert len(read) < 1000
+        return {"type": "http.request", "body": b"x" * 10, "more_body": True}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await asyncio.wait_for(close_after_error(BusyError("full"), {"type": "http"}, receive, send), 20)
+    assert len(read) == (10 if limit == "MAX_LINGERED_BYTES" else 1)
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert sent[-1] == {"type": "http.response.body", "body": b""}
 
 
 async def test_the_size_of_a_target_is_limited() -> None:
