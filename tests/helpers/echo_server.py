@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import httpx2
 import uvicorn
 from helpers.engine_fakes import load_echo, load_tokenizer
+from uvicorn.loops.auto import auto_loop_factory
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
@@ -127,8 +128,12 @@ def serve_echo(
         await server.serve(sockets=[listener])
         await engine.close()
 
+    def run() -> None:
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # the loop of a real server
+            runner.run(main())
+
     with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-        thread = threading.Thread(target=lambda: asyncio.run(main()))
+        thread = threading.Thread(target=run)
         thread.start()
         assert ready.wait(LOADING_SECONDS)
         wait_for(lambda: servers[0].started)

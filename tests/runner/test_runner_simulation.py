@@ -16,6 +16,9 @@ from helpers.stand_in_subject import StandInSubject
 
 from sglang_jax.runner.protocol import Runner
 
+MIN_ACCEPTED = 21
+"""Drafts that must be accepted in all schedules of a subject together: with fewer, they would prove nothing."""
+
 
 def captured_torch_runner(weights: Sequence[np.ndarray], **sizes: Any) -> Runner:
     """Decode steps of up to four rows are replayed; those of five and six are launched one operation at a time."""
@@ -37,7 +40,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[StandInSubject]:
     make_runner, page_sizes, max_samples, window = SUBJECTS[request.param]
     subject = StandInSubject(make_runner, VOCAB, page_sizes, max_samples, window)
     yield subject
-    assert max_samples == 1 or subject.accepted > 20, "hardly any draft was right: nothing was proven of them"
+    assert max_samples == 1 or subject.accepted >= MIN_ACCEPTED
     subject.close()
 
 
@@ -48,6 +51,10 @@ def test_generated_schedules(subject: StandInSubject) -> None:
     share = 1 if subject.max_samples == 1 else 2  # other subjects have covered what drafts do not change
     simulate(100 // share, subject=subject)
     simulate(16 // share, subject=subject, kind=GrammarSimulation)
+    for _ in range(4):  # rarely, random schedules accept few
+        if subject.max_samples == 1 or subject.accepted >= MIN_ACCEPTED:
+            break
+        simulate(50, subject=subject)
     assert subject.compiles_after_warm_up() == before
 
 
