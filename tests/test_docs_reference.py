@@ -38,6 +38,7 @@ from sglang_jax.server.fields import IGNORED_FIELDS, MAX_STOP_STRINGS, NEUTRAL_V
 from sglang_jax.server.management import DetokenizeBody, TokenizeBody
 from sglang_jax.server.native_schema import GenerateBody
 from sglang_jax.server.openai_schema import ChatBody, CompletionBody, StreamOptions
+from sglang_jax.server.responses_schema import ResponsesBody
 from sglang_jax.server.sampling import NativeSampling, SamplingFields
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +64,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "chunked_prefill_size",
         "cuda_graph_max_bs",
         "dist_init_addr",
+        "response_store",
         "dist_bind_host",
         "group_secret_file",
         "target_itl_ms",
@@ -161,6 +163,7 @@ def test_every_route_is_described(app: FastAPI) -> None:
     ("heading", "body"),
     [
         ("## `POST /v1/chat/completions`", ChatBody),
+        ("## `POST /v1/responses`", ResponsesBody),
         ("## `POST /v1/messages`", MessagesBody),
         ("## `POST /v1/completions`", CompletionBody),
         ("## `POST /generate`", GenerateBody),

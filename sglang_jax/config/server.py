@@ -47,6 +47,20 @@ class ServerConfig(EngineConfig):
     max_json_depth: int = Field(
         64, ge=8, le=200, description="maximum nesting of objects and lists in a request body; deeper ones get 400"
     )
+    response_store: Path | None = Field(
+        None,
+        description="SQLite file of stored responses (/v1/responses), which then outlive the server; default: memory",
+    )
+    max_stored_responses: PositiveInt = Field(
+        10_000,
+        description="maximum stored responses; then the key with the most bytes loses those not used for longest",
+    )
+    max_response_store_bytes: PositiveInt = Field(
+        256 * 2**20, description="maximum bytes of all stored responses with their input"
+    )
+    response_store_days: float = Field(
+        30.0, gt=0.0, allow_inf_nan=False, description="days after which a stored response is deleted"
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(30000, ge=0, le=65535, description="port to listen on; 0: any free port")
     served_model_name: str | None = Field(None, description="model name in the API; default: model_path")

@@ -22,6 +22,7 @@ from sglang_jax.server.openai_completions import completions_router
 from sglang_jax.server.openapi import DescribedApp
 from sglang_jax.server.origins import AllowedOrigins
 from sglang_jax.server.request_body import BodyLimit
+from sglang_jax.server.responses import responses_router
 
 
 def create_context(client: EngineClient, config: ServerConfig, callers: Callers | None = None) -> ServerContext:
@@ -42,6 +43,7 @@ def create_app(context: ServerContext) -> FastAPI:
         native_router(context),
         completions_router(context),
         chat_router(context, conversations),
+        responses_router(context, conversations),
         messages_router(context, conversations),
         sessions_router(context),
         management.models_router(context),

@@ -34,7 +34,6 @@ MAX_LINGERED_BYTES = 4 * 2**20
 """Maximum bytes of a refused body that are read and discarded."""
 
 INSTEAD = {
-    "/v1/responses": "use POST /v1/chat/completions (most client libraries have a switch for it)",
     "/v1/files": "run `sglang-jax batch` on a file",
     "/v1/batches": "run `sglang-jax batch` on a file",
     "/api": "this server has OpenAI's routes: use /v1 in the base URL, as in POST /v1/chat/completions",
@@ -147,6 +146,13 @@ class RateLimitError(RequestError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ResponseNotFoundError(RequestError):
+    """There is no stored response with this id for this key."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class ShuttingDownError(RequestError):
