@@ -143,7 +143,9 @@ class ChatFormat:
     usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
     _readers: dict[int, ReplyReader | None] = field(default_factory=dict)
 
-    def input(self, token_ids: list[int], sampling: SamplingParams, headers: Headers, bos: int | None) -> GenerateInput:
+    def input(
+        self, token_ids: list[int], sampling: SamplingParams, headers: Headers, bos: int | None, shared_len: int
+    ) -> GenerateInput:
         body = self.body
         return GenerateInput(
             prompt=token_ids,
@@ -158,6 +160,7 @@ class ChatFormat:
             session=_turn(body.session, token_ids, bos),
             markers=self.plan.markers,
             continues_text=bool(body.continue_final_message),
+            shared_len=shared_len,
         )
 
     def answer(self, outputs: list[OutputDelta]) -> ChatCompletion:
@@ -293,9 +296,10 @@ def chat_router(context: ServerContext) -> APIRouter:
             shows_reasoning=body.shows_reasoning,
         )
         form = ChatFormat(body, plan, tokenizer, config.model_name, request_id)
-        prompt = form.input(token_ids, sampling, request.headers, client.model_info.bos_token_id)
+        shared_len = 0
         if client.model_info.keeps_states and body.session is None:
-            prompt = replace(prompt, shared_len=await _shared_len(context, body, chat, prompt, beginnings))
+            shared_len = await _shared_len(context, body, chat, token_ids, request_id, beginnings)
+        prompt = form.input(token_ids, sampling, request.headers, client.model_info.bos_token_id, shared_len)
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
         work = context.collect(
@@ -328,13 +332,17 @@ async def _render_and_encode(
     work = partial(chat_text, tokenizer, body, tools, short_ids=short_ids)
     size = characters + CHARACTERS_PER_MESSAGE * len(body.messages)
     chat = await context.render(work, size=size, request_id=request_id)
-    check_characters(len(chat.text), tokenizer, most, "messages")
     token_ids = await context.encode(chat.text, request_id, add_special_tokens=False, max_tokens=most, param="messages")
     return chat, token_ids
 
 
 async def _shared_len(
-    context: ServerContext, body: ChatBody, chat: ChatText, prompt: GenerateInput, beginnings: SharedBeginnings
+    context: ServerContext,
+    body: ChatBody,
+    chat: ChatText,
+    token_ids: list[int],
+    request_id: str,
+    beginnings: SharedBeginnings,
 ) -> int:
     asked = next((message.content for message in body.messages if message.role not in SYSTEM_ROLES), None)
     if isinstance(asked, list):
@@ -343,13 +351,12 @@ async def _shared_len(
         return 0
     encode = partial(
         context.encode,
-        request_id=prompt.request_id or "",
+        request_id=request_id,
         add_special_tokens=False,
         max_tokens=context.client.model_info.context_length,
         param="messages",
     )
-    assert isinstance(prompt.prompt, list)
-    return await beginnings.count(chat.text, context.client.tokenizer.marked(asked.strip()), prompt.prompt, encode)
+    return await beginnings.count(chat.text, context.client.tokenizer.marked(asked.strip()), token_ids, encode)
 
 
 async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:
