@@ -10,6 +10,7 @@ from sglang_jax.server import control, management
 from sglang_jax.server.auth import ApiKeyMiddleware, HeadAsGet, WithoutTrailingSlash
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
+from sglang_jax.server.conversation import Conversations
 from sglang_jax.server.errors import install_error_handlers
 from sglang_jax.server.json_body import LongWork
 from sglang_jax.server.loads import loads_router
@@ -17,7 +18,7 @@ from sglang_jax.server.metrics import ServerMetrics, metrics_router
 from sglang_jax.server.native import native_router, sessions_router
 from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
-from sglang_jax.server.openapi import DescribedApp, add_route_list
+from sglang_jax.server.openapi import DescribedApp
 from sglang_jax.server.origins import AllowedOrigins
 from sglang_jax.server.request_body import BodyLimit
 
@@ -35,10 +36,11 @@ def create_app(context: ServerContext) -> FastAPI:
     app.state.long_work = LongWork()
     app.state.max_json_depth = context.config.max_json_depth
     install_error_handlers(app)
+    conversations = Conversations(context)
     routers = (
         native_router(context),
         completions_router(context),
-        chat_router(context),
+        chat_router(context, conversations),
         sessions_router(context),
         management.models_router(context),
         management.health_router(context),
@@ -48,9 +50,7 @@ def create_app(context: ServerContext) -> FastAPI:
         management.tokenizer_router(context),
         metrics_router(context.metrics),
     )
-    for router in routers:
-        app.include_router(router)
-    add_route_list(app, routers)
+    app.add_routers(routers)
     config = context.config
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, client_timeout=config.client_timeout)

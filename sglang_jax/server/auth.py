@@ -59,7 +59,7 @@ class ApiKeyMiddleware:
                 error = AuthenticationError(
                     "this server requires an API key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
                 )
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
             set_caller(caller)
         await self._app(scope, receive, send)

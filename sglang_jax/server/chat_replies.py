@@ -26,7 +26,7 @@ from sglang_jax.replies.parser import Piece, Reasoning, ReplyParser
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.sampling.grammar import Grammar
 from sglang_jax.server.errors import UnsupportedParameterError
-from sglang_jax.server.openai_tools import ToolRequest
+from sglang_jax.server.tools import ToolRequest
 
 logger = logging.getLogger(__name__)
 

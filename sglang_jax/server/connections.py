@@ -27,7 +27,8 @@ from uvicorn.server import ServerState
 from sglang_jax.errors import RequestError
 from sglang_jax.logs import OnceASecond
 from sglang_jax.server.auth import OPEN_PATHS
-from sglang_jax.server.errors import LINGER_SECONDS, TooManyConnectionsError, close_after_error, error_body
+from sglang_jax.server.error_shapes import openai_error
+from sglang_jax.server.errors import LINGER_SECONDS, TooManyConnectionsError, close_after_error
 from sglang_jax.server.held_answers import HeldAnswers, share_limit
 
 logger = logging.getLogger(__name__)
@@ -351,7 +352,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.end_requests()
             self.transport.abort()
             return
-        content = msgspec.json.encode(error_body(error))
+        content = msgspec.json.encode(openai_error(error))
         lines = [f"HTTP/1.1 {error.status} {error.code}", "Content-Type: application/json", "Connection: close"]
         lines += [f"Content-Length: {len(content)}"] + (["Retry-After: 1"] if error.status == 503 else [])
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + content)

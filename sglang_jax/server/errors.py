@@ -1,4 +1,4 @@
-"""Errors over HTTP: always OpenAI's error object, `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors over HTTP: OpenAI's error object, or the one of the route's API (`error_shapes.py`)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from sglang_jax.errors import ParameterError, RequestError, cut, quote
+from sglang_jax.server.error_shapes import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +32,6 @@ kernel would send a reset, and the client would lose the answer."""
 
 MAX_LINGERED_BYTES = 4 * 2**20
 """Maximum bytes of a refused body that are read and discarded."""
-
-MAX_MESSAGE_CHARACTERS = 1000
-"""Maximum characters of an error's message, which may repeat numbers of thousands of digits."""
-
-TYPES_BY_STATUS = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-    503: "service_unavailable",
-}
-
 
 INSTEAD = {
     "/v1/responses": "use POST /v1/chat/completions (most client libraries have a switch for it)",
@@ -174,15 +164,6 @@ class UnavailableError(RequestError):
     code = "unavailable"
 
 
-def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
-    """Returns OpenAI's error object, which is also the last event of a stream that fails midway."""
-    kind = TYPES_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    message = error.message
-    if len(message) > MAX_MESSAGE_CHARACTERS:
-        message = message[:MAX_MESSAGE_CHARACTERS] + "..."
-    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
-
-
 def internal_error(error: Exception) -> RequestError:
     """Returns the error that a client gets for a fault of the server."""
     refusal = RequestError(f"the server failed ({type(error).__name__}); see its log", code="internal_error")
@@ -190,7 +171,8 @@ def internal_error(error: Exception) -> RequestError:
     return refusal
 
 
-def error_response(error: RequestError) -> Response:
+def error_response(error: RequestError, path: str = "") -> Response:
+    """Returns the answer to a request for `path`."""
     headers: dict[str, str] = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -198,13 +180,13 @@ def error_response(error: RequestError) -> Response:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if isinstance(error, RateLimitError):
         headers["Retry-After"] = str(max(math.ceil(error.retry_after), 1))
-    return Response(msgspec.json.encode(error_body(error)), error.status, headers, "application/json")
+    return Response(msgspec.json.encode(error_body(error, path)), error.status, headers, "application/json")
 
 
 async def close_after_error(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request with an error, reads and discards the rest of its body, and closes its connection: at the
     latest after `LINGER_SECONDS` or `MAX_LINGERED_BYTES`."""
-    response = error_response(error)
+    response = error_response(error, scope["path"])
     response.headers["Connection"] = "close"
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
@@ -262,15 +244,16 @@ def _no_route(method: str, path: str) -> str:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes every error of a request OpenAI's error object."""
+    """Makes every error of a request an error object."""
 
-    async def refused(_: Request, error: Exception) -> Response:
+    async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(validation_error(error.errors(), request.headers.get("content-type")))
+        refusal = validation_error(error.errors(), request.headers.get("content-type"))
+        return error_response(refusal, request.url.path)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -281,15 +264,15 @@ def install_error_handlers(app: FastAPI) -> None:
         code, message = reasons.get(error.status_code, ("invalid_request", error.detail))
         refusal = RequestError(message, code=code)
         refusal.status = error.status_code
-        response = error_response(refusal)
+        response = error_response(refusal, request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     async def left(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    async def broken(_: Request, error: Exception) -> Response:
-        return error_response(internal_error(error))
+    async def broken(request: Request, error: Exception) -> Response:
+        return error_response(internal_error(error), request.url.path)
 
     app.add_exception_handler(RequestError, refused)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -31,7 +31,7 @@ class LocalHosts:
                     f"this server has no key and listens only on this machine, but was called as {quote(host)}; "
                     "add that host to --allowed-hosts, or set --api-key"
                 )
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -59,7 +59,7 @@ class OwnPagesOnly:
                     "this server has no key, and a page of another site sent this request: add the page's origin to "
                     "--allowed-origins, or set --api-key"
                 )
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

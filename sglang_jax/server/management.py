@@ -21,6 +21,7 @@ from sglang_jax.server.control import OPERATORS_ONLY
 from sglang_jax.server.errors import ShuttingDownError, UnavailableError
 from sglang_jax.server.fields import Body, OneOrMany, TokenIds, as_list
 from sglang_jax.server.json_body import JsonRoute
+from sglang_jax.server.openapi import Detokenized, ModelCard, ModelList, Tokenized, TokenizerInfo, answers
 from sglang_jax.server.streaming import json_response, until_disconnect
 
 HEALTH_SECONDS = 20.0
@@ -162,6 +163,7 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
+    @answers(Tokenized)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Tokenizes one text or several."""
         context.check_model(body.model)
@@ -180,6 +182,7 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         )
 
     @router.post("/detokenize")
+    @answers(Detokenized)
     def detokenize(body: DetokenizeBody) -> Response:
         """Converts one list of token ids, or several, to text. Runs in a worker thread."""
         context.check_model(body.model)
@@ -203,6 +206,7 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         return json_response({"text": texts} if nested else {"text": texts[0], "prompt": texts[0]})
 
     @router.get("/tokenizer_info")
+    @answers(TokenizerInfo)
     def tokenizer_info() -> Response:
         """Special tokens and chat template, for clients that tokenize with this server."""
         return json_response(_tokenizer_info(context.client))
@@ -257,11 +261,13 @@ def models_router(context: ServerContext) -> APIRouter:
     }
 
     @router.get("/v1/models")
+    @answers(ModelList)
     async def models() -> dict[str, object]:
         """Lists the served model."""
         return {"object": "list", "data": [card]}
 
     @router.get("/v1/models/{model:path}")
+    @answers(ModelCard)
     async def model(model: str) -> dict[str, object]:
         """The served model's entry."""
         context.check_model(model)

@@ -23,6 +23,7 @@ from sglang_jax.server.fields import Body, ShortText, claim_of
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
+from sglang_jax.server.openapi import GenerateAnswer, GenerateEvent, answers
 from sglang_jax.server.remote_format import elapsed_times
 from sglang_jax.server.repeats import HeldRepeats, RepeatPace
 from sglang_jax.server.streaming import (
@@ -113,6 +114,7 @@ def native_router(context: ServerContext) -> APIRouter:
     repeats = Repeats(HeldRepeats(), RepeatPace())
 
     @router.post("/generate")
+    @answers(GenerateAnswer | list[GenerateAnswer], GenerateEvent)
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Completes one prompt, or a batch of prompts."""
         begin = time.perf_counter()

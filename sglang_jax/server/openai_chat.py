@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -12,37 +12,28 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 
-from sglang_jax.engine.types import (
-    FinishKind,
-    FinishReason,
-    GenerateInput,
-    OutputDelta,
-    SessionTurnInput,
-    TextTokenizer,
-)
-from sglang_jax.engine.validation import check_characters
+from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TextTokenizer
 from sglang_jax.replies.parser import CallArguments, CallBegin, Piece, Reasoning, Text
-from sglang_jax.sampling import SamplingParams
-from sglang_jax.server.callers import current_caller
-from sglang_jax.server.chat_replies import ReplyFormats, ReplyPlan, ReplyReader, with_grammar
+from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id
+from sglang_jax.server.conversation import (
+    CallOptions,
+    Conversation,
+    Conversations,
+    PlannedReply,
+    ReplyOptions,
+    ReplyPieces,
+)
 from sglang_jax.server.fields import routing_key
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
-from sglang_jax.server.openai_schema import ChatBody, ChatText, chat_text
-from sglang_jax.server.openai_tools import ToolRequest
-from sglang_jax.server.openai_usage import Usage, UsageCount
+from sglang_jax.server.openai_schema import ChatBody
+from sglang_jax.server.openai_usage import Usage, usage_of, usage_so_far
+from sglang_jax.server.openapi import answers
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
-from sglang_jax.server.shared_beginnings import SharedBeginnings
-from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
+from sglang_jax.server.streaming import OPENAI_EVENTS, StreamStyle, event, json_response, until_disconnect
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
-
-
-SYSTEM_ROLES = ("system", "developer")
-
-CHARACTERS_PER_MESSAGE = 256
-"""Rendering a message takes about as long as this many of its characters."""
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -131,74 +122,55 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 @dataclass(slots=True)
-class ChatFormat:
-    """Writes the outputs of one request, and keeps the parser of each choice."""
+class ChatWriter:
+    """Writes the replies to one request."""
 
+    planned: PlannedReply
     body: ChatBody
-    plan: ReplyPlan
-    tokenizer: TextTokenizer
-    model_name: str
-    request_id: str
+    context: ServerContext
     created: int = field(default_factory=lambda: int(time.time()))
-    usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
-    _readers: dict[int, ReplyReader | None] = field(default_factory=dict)
+    _replies: dict[int, ReplyPieces] = field(default_factory=dict)
 
-    def input(
-        self, token_ids: list[int], sampling: SamplingParams, headers: Headers, bos: int | None, shared_len: int
-    ) -> GenerateInput:
-        body = self.body
-        return GenerateInput(
-            prompt=token_ids,
-            sampling=with_grammar(sampling, self.plan),
-            request_id=self.request_id,
-            stream=bool(body.stream),
-            return_logprob=bool(body.logprobs),
-            top_logprobs_num=body.top_logprobs or 0,
-            extra_key=body.cache_namespace,
-            priority=body.priority or 0,
-            routing_key=routing_key(body.routing_key, headers),
-            session=_turn(body.session, token_ids, bos),
-            markers=self.plan.markers,
-            continues_text=bool(body.continue_final_message),
-            shared_len=shared_len,
-        )
+    @property
+    def style(self) -> StreamStyle:
+        return OPENAI_EVENTS
 
-    def answer(self, outputs: list[OutputDelta]) -> ChatCompletion:
+    def whole(self, outputs: Sequence[OutputDelta]) -> Response:
         choices = []
         for output in outputs:
-            self.usage.add(0, output)
             assert output.finish is not None
-            reader = self.plan.reader()
+            reply = self.planned.pieces()
             choices.append(
                 ChatChoice(
                     index=output.index,
-                    message=self._message(output, reader),
-                    logprobs=chat_logprobs(self.tokenizer, output.logprobs) if self.body.logprobs else None,
-                    finish_reason=_reason(output.finish, reader),
+                    message=self._message(reply.read(output)),
+                    logprobs=self._logprobs(output) if self.body.logprobs else None,
+                    finish_reason=_reason(output.finish, reply),
                     matched_stop=output.finish.matched,
                 )
             )
-        return ChatCompletion(
-            id=self.request_id,
-            created=self.created,
-            model=self.model_name,
-            choices=choices,
-            usage=self.usage.total(),
+        return json_response(
+            ChatCompletion(
+                id=self.planned.conversation.request_id,
+                created=self.created,
+                model=self.context.config.model_name,
+                choices=choices,
+                usage=usage_of(self.planned.tokens),
+            )
         )
 
-    def _message(self, output: OutputDelta, reader: ReplyReader | None) -> AnswerMessage:
-        if reader is None:
-            return AnswerMessage(content=output.text)
+    def _message(self, pieces: Sequence[Piece]) -> AnswerMessage:
         content, reasoning = "", ""
         calls: list[Call] = []
-        for piece in reader.read(output.text, finished=True):
+        for piece in pieces:
             match piece:
                 case Text():
                     content += piece.text
                 case Reasoning():
                     reasoning += piece.text
                 case CallBegin():
-                    calls.append(Call(id=self.plan.call_id(), function=CalledFunction(name=piece.name, arguments="")))
+                    function = CalledFunction(name=piece.name, arguments="")
+                    calls.append(Call(id=self.planned.plan.call_id(), function=function))
                 case CallArguments():
                     calls[piece.index].function.arguments += piece.text
         return AnswerMessage(
@@ -207,35 +179,40 @@ class ChatFormat:
             tool_calls=calls or UNSET,
         )
 
-    def changes(self, delta: OutputDelta) -> list[ChunkChoice]:
+    def events(self, delta: OutputDelta) -> bytes:
+        changes = self._changes(delta)
+        usage = usage_so_far(self.planned.tokens, self.body)
+        if len(changes) == 1:
+            return event(self._chunk(changes, usage))
+        return b"".join([event(self._chunk([change], usage)) for change in changes])
+
+    def end(self) -> bytes:
+        return event(self._chunk([], usage_of(self.planned.tokens))) if self.body.include_usage else b""
+
+    def _changes(self, delta: OutputDelta) -> list[ChunkChoice]:
         """Returns the chunks for a delta: the role, then text, reasoning and calls, and finally the finish reason."""
-        self.usage.add(0, delta)
         index, finish = delta.index, delta.finish
         deltas: list[Delta] = []
-        if index not in self._readers:
-            self._readers[index] = self.plan.reader()
+        if index not in self._replies:
+            self._replies[index] = self.planned.pieces()
             deltas.append(Delta(role="assistant", content=""))
         first_content = len(deltas)
-        reader = self._readers[index]
-        if reader is not None:
-            deltas += self._pieces(reader.read(delta.text, finished=finish is not None))
-        elif delta.text:
-            deltas.append(Delta(content=delta.text))
-        changes = []
+        reply = self._replies[index]
+        deltas += self._deltas(reply.read(delta))
+        if self.body.logprobs and delta.logprobs and first_content == len(deltas):
+            deltas.append(Delta(content=""))
+        changes = [ChunkChoice(index=index, delta=one) for one in deltas]
         if self.body.logprobs and delta.logprobs:
-            if first_content == len(deltas):
-                deltas.append(Delta(content=""))
-            logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
-            changes = [ChunkChoice(index=index, delta=one) for one in deltas]
-            changes[first_content].logprobs = logprobs
-        else:
-            changes = [ChunkChoice(index=index, delta=one) for one in deltas]
+            changes[first_content].logprobs = self._logprobs(delta)
         if finish is not None:
-            reason = _reason(finish, reader)
+            reason = _reason(finish, reply)
             changes.append(ChunkChoice(index=index, delta=Delta(), finish_reason=reason, matched_stop=finish.matched))
         return changes
 
-    def _pieces(self, pieces: list[Piece]) -> list[Delta]:
+    def _logprobs(self, delta: OutputDelta) -> ChatLogprobs:
+        return chat_logprobs(self.context.client.tokenizer, delta.logprobs)
+
+    def _deltas(self, pieces: Sequence[Piece]) -> list[Delta]:
         """Returns deltas. A call's name and its first arguments share one."""
         deltas: list[Delta] = []
         call: CallDelta | None = None
@@ -247,7 +224,8 @@ class ChatFormat:
                     deltas.append(Delta(reasoning_content=piece.text))
                 case CallBegin():
                     function = CalledFunction(name=piece.name, arguments="")
-                    call = CallDelta(index=piece.index, id=self.plan.call_id(), type="function", function=function)
+                    call_id = self.planned.plan.call_id()
+                    call = CallDelta(index=piece.index, id=call_id, type="function", function=function)
                     deltas.append(Delta(tool_calls=[call]))
                 case CallArguments():
                     if call is None:  # started in an earlier delta
@@ -256,117 +234,67 @@ class ChatFormat:
                     call.function.arguments += piece.text
         return deltas
 
-    def chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
-        return ChatChunk(id=self.request_id, created=self.created, model=self.model_name, choices=choices, usage=usage)
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        return ChatChunk(
+            id=self.planned.conversation.request_id,
+            created=self.created,
+            model=self.context.config.model_name,
+            choices=choices,
+            usage=usage,
+        )
 
 
-def _reason(finish: FinishReason, reader: ReplyReader | None) -> str:
-    """Returns OpenAI's finish reason, after the reader has read the whole answer."""
-    called = reader is not None and reader.called
-    return "tool_calls" if called and finish.kind is FinishKind.STOP else finish.kind.value
+def _reason(finish: FinishReason, reply: ReplyPieces) -> str:
+    """Returns OpenAI's finish reason, after the whole reply has been read."""
+    return "tool_calls" if reply.called and finish.kind is FinishKind.STOP else finish.kind.value
 
 
-def chat_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(route_class=JsonRoute)
-    client, config = context.client, context.config
-    formats: list[ReplyFormats] = []
-    beginnings = SharedBeginnings()
-
-    @router.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """Answers a conversation."""
-        context.check_model(body.model)
-        body.check_logprobs()
-        tokenizer = client.tokenizer
-        if not formats:
-            formats.append(ReplyFormats(config, tokenizer))
-        tools = body.tool_request(config.max_tools_per_request)
-        formats[0].check(tools)
-        sampling = openai_sampling(body, body.token_limit(), context.generation_defaults)
-        request_id = body.rid or new_id("chatcmpl")
-        rendering = _render_and_encode(context, body, tools, formats[0], request_id)
-        chat, token_ids = await until_disconnect(request.receive, rendering)
-        plan = formats[0].plan(
-            chat.text,
-            sampling,
-            tools,
-            continued=chat.continued,
+def read_conversation(
+    body: ChatBody, headers: Headers, tokenizer: TextTokenizer, defaults: GenerationDefaults, max_tools: int
+) -> Conversation:
+    """Returns what a body asks for. `defaults`: for sampling fields that it leaves out. Raises `ParameterError`,
+    `UnsupportedParameterError`."""
+    body.check_logprobs()
+    return Conversation(
+        request_id=body.rid or new_id("chatcmpl"),
+        read=partial(body.conversation, tokenizer),
+        num_messages=len(body.messages),
+        num_characters=body.num_characters(),
+        tools=body.tool_request(max_tools),
+        variables=body.template_variables(tokenizer),
+        sampling=openai_sampling(body, body.token_limit(), defaults),
+        continues=bool(body.continue_final_message),
+        reply=ReplyOptions(
+            stream=bool(body.stream),
             separate=body.separate_reasoning is not False,
             stream_reasoning=body.stream_reasoning is not False,
             shows_reasoning=body.shows_reasoning,
+            logprobs=bool(body.logprobs),
+            top_logprobs=body.top_logprobs or 0,
+        ),
+        call=CallOptions(
+            extra_key=body.cache_namespace,
+            priority=body.priority or 0,
+            routing_key=routing_key(body.routing_key, headers),
+            session=body.session,
+        ),
+        field_names=FIELD_NAMES,
+    )
+
+
+def chat_router(context: ServerContext, conversations: Conversations) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+    client, max_tools = context.client, context.config.max_tools_per_request
+
+    @router.post("/v1/chat/completions")
+    @answers(ChatCompletion, ChatChunk)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answers a conversation."""
+        context.check_model(body.model)
+        conversation = read_conversation(
+            body, request.headers, client.tokenizer, context.generation_defaults, max_tools
         )
-        form = ChatFormat(body, plan, tokenizer, config.model_name, request_id)
-        shared_len = 0
-        if client.model_info.keeps_states and body.session is None:
-            shared_len = await _shared_len(context, body, chat, token_ids, request_id, beginnings)
-        prompt = form.input(token_ids, sampling, request.headers, client.model_info.bos_token_id, shared_len)
-        if body.stream:
-            return await open_event_stream(request, _events(context, form, prompt))
-        work = context.collect(
-            form.request_id, [prompt], lambda outputs: json_response(form.answer(outputs[0])), FIELD_NAMES
-        )
-        return await until_disconnect(request.receive, work)
+        planned = await until_disconnect(request.receive, conversations.plan(conversation))
+        return await conversations.answer(request, planned, ChatWriter(planned, body, context))
 
     return router
-
-
-def _turn(turn: SessionTurnInput | None, token_ids: list[int], bos: int | None) -> SessionTurnInput | None:
-    """Returns the turn with its opening token, which only a session's first turn starts with: the model's BOS if the
-    template writes it once. A repeated BOS is a part of each message (ChatML's `<|im_start|>` in some models)."""
-    if turn is None:
-        return None
-    opening = bos if bos is not None and token_ids.count(bos) == 1 else -1
-    return replace(turn, opening=opening)
-
-
-async def _render_and_encode(
-    context: ServerContext, body: ChatBody, tools: ToolRequest | None, formats: ReplyFormats, request_id: str
-) -> tuple[ChatText, list[int]]:
-    """Renders and tokenizes a conversation, in threads. Raises as `chat_text` does, and `PromptTooLongError` if the
-    messages, or the rendered text, cannot fit into the model's context."""
-    tokenizer, most = context.client.tokenizer, context.client.model_info.context_length
-    characters = body.num_characters()
-    check_characters(characters, tokenizer, most, "messages")
-    calls = any(message.tool_calls or message.role == "tool" for message in body.messages)
-    short_ids = calls and formats.family is not None and formats.family.short_ids
-    work = partial(chat_text, tokenizer, body, tools, short_ids=short_ids)
-    size = characters + CHARACTERS_PER_MESSAGE * len(body.messages)
-    chat = await context.render(work, size=size, request_id=request_id)
-    token_ids = await context.encode(chat.text, request_id, add_special_tokens=False, max_tokens=most, param="messages")
-    return chat, token_ids
-
-
-async def _shared_len(
-    context: ServerContext,
-    body: ChatBody,
-    chat: ChatText,
-    token_ids: list[int],
-    request_id: str,
-    beginnings: SharedBeginnings,
-) -> int:
-    asked = next((message.content for message in body.messages if message.role not in SYSTEM_ROLES), None)
-    if isinstance(asked, list):
-        asked = next((part.text for part in asked if part.text), None)
-    if not asked:
-        return 0
-    encode = partial(
-        context.encode,
-        request_id=request_id,
-        add_special_tokens=False,
-        max_tokens=context.client.model_info.context_length,
-        param="messages",
-    )
-    return await beginnings.count(chat.text, context.client.tokenizer.marked(asked.strip()), token_ids, encode)
-
-
-async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:
-    async with context.generate(form.request_id, [prompt], FIELD_NAMES) as deltas:
-        async for _, delta in deltas:
-            changes = form.changes(delta)
-            if len(changes) == 1:
-                yield event(form.chunk(changes, form.usage.so_far(form.body)))
-            elif changes:
-                usage = form.usage.so_far(form.body)
-                yield b"".join([event(form.chunk([change], usage)) for change in changes])
-    if form.body.include_usage:
-        yield event(form.chunk([], form.usage.total()))

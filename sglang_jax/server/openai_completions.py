@@ -22,9 +22,11 @@ from sglang_jax.server.fields import check_turns, routing_key
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWriter
 from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
-from sglang_jax.server.openai_usage import Usage, UsageCount
+from sglang_jax.server.openai_usage import Usage, usage_of, usage_so_far
+from sglang_jax.server.openapi import answers
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
 from sglang_jax.server.streaming import around, event, json_list_response, open_event_stream, until_disconnect
+from sglang_jax.server.token_count import TokenCount
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "top_logprobs_num": "logprobs"}
 
@@ -60,7 +62,7 @@ class CompletionFormat:
     model_name: str
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
-    usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
+    tokens: TokenCount = field(default_factory=lambda: TokenCount(current_caller()))
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
     _last_decoded: tuple[int, str] = (-1, "")
 
@@ -117,8 +119,8 @@ class CompletionFormat:
     def whole(self, outputs: list[list[OutputDelta]]) -> Response:
         for number, group in enumerate(outputs):
             for output in group:
-                self.usage.add(number, output)
-        head, tail = around(self.answer([], self.usage.total()), "choices")
+                self.tokens.add(number, output)
+        head, tail = around(self.answer([], usage_of(self.tokens)), "choices")
         choices = (self.choice(number, output) for number, group in enumerate(outputs) for output in group)
         return json_list_response(head, choices, tail)
 
@@ -146,6 +148,7 @@ def completions_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions")
+    @answers(Completion, Completion)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Completes one prompt, or a batch of prompts."""
         context.check_model(body.model)
@@ -171,12 +174,12 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     async with context.generate(form.request_id, inputs, FIELD_NAMES) as deltas:
         async for number, delta in deltas:
-            form.usage.add(number, delta)
+            form.tokens.add(number, delta)
             if delta.prompt_logprobs:
                 choice = await context.write_answer(partial(form.choice, number, delta), [delta])
             else:
                 choice = form.choice(number, delta)
             if choice is not None:
-                yield event(form.answer([choice], form.usage.so_far(form.body)))
+                yield event(form.answer([choice], usage_so_far(form.tokens, form.body)))
     if form.body.include_usage:
-        yield event(form.answer([], form.usage.total()))
+        yield event(form.answer([], usage_of(form.tokens)))

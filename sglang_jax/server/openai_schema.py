@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag
@@ -23,8 +21,9 @@ from sglang_jax.server.fields import (
     asks_for_nothing,
     cache_namespace,
 )
-from sglang_jax.server.openai_tools import CallBody, ToolBody, ToolRequest, read_tools, with_short_ids
+from sglang_jax.server.openai_tools import CallBody, ToolBody, read_choice
 from sglang_jax.server.sampling import OpenAISampling, one_of
+from sglang_jax.server.tools import ToolRequest, tool_request
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 """Default of `max_tokens` for `/v1/completions`, as OpenAI documents."""
@@ -192,7 +191,9 @@ class ChatBody(OpenAIBody):
 
     def tool_request(self, most_tools: int) -> ToolRequest | None:
         """Returns the tools and how they may be called; None if no tool may be called. Raises `ParameterError`."""
-        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, most_tools)
+        offered = [tool.offered(f"tools[{number}]") for number, tool in enumerate(self.tools or ())]
+        parallel = self.parallel_tool_calls is not False
+        return tool_request(offered, read_choice(self.tool_choice), parallel=parallel, most=most_tools)
 
     def template_variables(self, tokenizer: TextTokenizer) -> dict[str, Any]:
         """Returns the chat template's further variables. Raises `ParameterError`; `UnsupportedParameterError` for
@@ -253,10 +254,12 @@ class ChatBody(OpenAIBody):
         parts = [part.text or "" for content in contents if isinstance(content, list) for part in content]
         return sum(map(len, parts)) + sum(len(content) for content in contents if isinstance(content, str))
 
-    def conversation(self) -> list[dict[str, object]]:
+    def conversation(self, tokenizer: TextTokenizer) -> list[dict[str, object]]:
         """Returns the messages in the format of chat templates. Raises `ParameterError`."""
         if not self.messages:
             raise ParameterError("messages is empty; a conversation needs at least one message", param="messages")
+        # Roles first: the required fields of a message depend on its role.
+        tokenizer.check_roles([message.role for message in self.messages])
         return [_for_template(number, message) for number, message in enumerate(self.messages)]
 
 
@@ -288,52 +291,3 @@ def _part_text(path: str, part: ContentPart) -> str:
     if part.text is None:
         raise ParameterError(f"{path}.text is required", param=f"{path}.text")
     return part.text
-
-
-@dataclass(frozen=True, slots=True)
-class ChatText:
-    """A conversation as the model reads it. `continued`: the assistant's message that the answer continues, if any."""
-
-    text: str
-    continued: str | None = None
-
-
-def chat_text(
-    tokenizer: TextTokenizer, body: ChatBody, tools: ToolRequest | None = None, *, short_ids: bool = False
-) -> ChatText:
-    """Renders the conversation up to where the answer starts or continues. `short_ids`: the template requires call ids
-    of nine letters and digits. Raises `ParameterError`; `RequestError` if the template refuses the messages."""
-    # Roles first: the required fields of a message depend on its role.
-    tokenizer.check_roles([message.role for message in body.messages])
-    conversation = body.conversation()
-    if short_ids:
-        conversation = [with_short_ids(message) for message in conversation]
-    offered = () if tools is None else tools.for_template
-    variables = body.template_variables(tokenizer)
-    if not body.continue_final_message:
-        return ChatText(tokenizer.render_chat(conversation, tools=offered, variables=variables))
-    *earlier, last = conversation
-    said = str(last["content"])
-    if last["role"] != "assistant" or not said.strip() or "tool_calls" in last:
-        raise ParameterError(
-            "continue_final_message needs a last message with role assistant, with text and without tool calls",
-            param="continue_final_message",
-        )
-    # A random word marks the text's end, which the template may repeat later, and shows whether it keeps white space.
-    end, spaces = secrets.token_hex(16), "\t \t"
-    text = tokenizer.render_chat(
-        [*earlier, {**last, "content": f"{said}{end}{spaces}"}],
-        add_generation_prompt=False,
-        tools=offered,
-        variables=variables,
-    )
-    keeps_spaces = f"{end}{spaces}" in text
-    text = text[: max(text.rfind(end), 0)]
-    if not keeps_spaces:
-        text, said = text.rstrip(), said.rstrip()
-    if not text.endswith(tokenizer.marked(said.lstrip())):
-        raise ParameterError(
-            "the chat template changes the last message, so it cannot be continued",
-            param="continue_final_message",
-        )
-    return ChatText(text, said)

@@ -5,9 +5,9 @@ scripts, so it works offline."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI
@@ -17,8 +17,6 @@ from fastapi.routing import APIRoute
 from sglang_jax.about import version
 from sglang_jax.server.auth import KEY_HEADER, OPEN_PATHS, ROUTES_PATH
 from sglang_jax.server.callers import require_admin
-from sglang_jax.server.openai_chat import ChatChunk, ChatCompletion
-from sglang_jax.server.openai_completions import Completion
 
 JSON, EVENTS = "application/json", "text/event-stream"
 BEARER, HEADER = "bearer", "header"
@@ -124,17 +122,21 @@ class TokenizerInfo(TypedDict):
     model_max_length: int
 
 
-ANSWERS: dict[str, tuple[Any, Any]] = {
-    "/v1/chat/completions": (ChatCompletion, ChatChunk),
-    "/v1/completions": (Completion, Completion),
-    "/generate": (GenerateAnswer | list[GenerateAnswer], GenerateEvent),
-    "/v1/models": (ModelList, None),
-    "/v1/models/{model}": (ModelCard, None),
-    "/tokenize": (Tokenized, None),
-    "/detokenize": (Detokenized, None),
-    "/tokenizer_info": (TokenizerInfo, None),
-}
-"""Types of the main routes' answers: complete, and as an event of a stream."""
+_ANSWERS: dict[Callable[..., Any], tuple[Any, Any]] = {}
+"""Types of routes' answers by their functions: complete, and as an event of a stream."""
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+def answers(whole: Any, event: Any = None) -> Callable[[Endpoint], Endpoint]:
+    """Declares the types of a route's answers, below the route's decorator. `event`: one event of its stream, if it
+    streams."""
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        _ANSWERS[endpoint] = (whole, event)
+        return endpoint
+
+    return declare
 
 
 class DescribedApp(FastAPI):
@@ -143,21 +145,35 @@ class DescribedApp(FastAPI):
     def __init__(self, *, asks_for_a_key: bool, **options: Any) -> None:
         super().__init__(version=version(), **options)
         self._asks_for_a_key = asks_for_a_key
+        self._answers: dict[str, tuple[Any, Any]] = {}
+
+    def add_routers(self, routers: Sequence[APIRouter]) -> None:
+        """Adds routes, and a page that lists them."""
+        for router in routers:
+            self.include_router(router)
+        routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+        self._answers = {route.path_format: _ANSWERS[route.endpoint] for route in routes if route.endpoint in _ANSWERS}
+        rows = [_row(route) for route in routes if route.include_in_schema]
+        page = _PAGE.format(title=escape(self.title), rows="\n".join(rows))
+
+        @self.get(ROUTES_PATH, include_in_schema=False)
+        async def route_list() -> HTMLResponse:
+            return HTMLResponse(page)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             described = super().openapi()
-            _describe(described, self._asks_for_a_key)
+            _describe(described, self._answers, self._asks_for_a_key)
             self.openapi_schema = described
         return self.openapi_schema
 
 
-def _describe(described: dict[str, Any], asks_for_a_key: bool) -> None:
-    kinds = [kind for pair in ANSWERS.values() for kind in pair if kind is not None]
-    (error, *answers), components = msgspec.json.schema_components(
+def _describe(described: dict[str, Any], answers_by_path: dict[str, tuple[Any, Any]], asks_for_a_key: bool) -> None:
+    kinds = [kind for pair in answers_by_path.values() for kind in pair if kind is not None]
+    (error, *described_kinds), components = msgspec.json.schema_components(
         [Error, *kinds], ref_template="#/components/schemas/{name}"
     )
-    schema_of = dict(zip(map(repr, kinds), answers, strict=True))
+    schema_of = dict(zip(map(repr, kinds), described_kinds, strict=True))
     schemas = described.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's errors, which are never sent
         schemas.pop(name, None)
@@ -168,8 +184,8 @@ def _describe(described: dict[str, Any], asks_for_a_key: bool) -> None:
         for operation in operations.values():
             responses = operation["responses"]
             responses.pop("422", None)
-            if path in ANSWERS:
-                whole, streamed = ANSWERS[path]
+            if path in answers_by_path:
+                whole, streamed = answers_by_path[path]
                 content = {JSON: {"schema": schema_of[repr(whole)]}}
                 if streamed is not None:
                     content[EVENTS] = {"schema": schema_of[repr(streamed)]}
@@ -205,17 +221,6 @@ td, th {{ border-bottom: 1px solid #8884; padding: .3rem .8rem .3rem 0; text-ali
 {rows}
 </table></body></html>
 """
-
-
-def add_route_list(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Adds to `app` the page that lists these routers' routes."""
-    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
-    rows = [_row(route) for route in routes if route.include_in_schema]
-    page = _PAGE.format(title=escape(app.title), rows="\n".join(rows))
-
-    @app.get(ROUTES_PATH, include_in_schema=False)
-    async def route_list() -> HTMLResponse:
-        return HTMLResponse(page)
 
 
 def _row(route: APIRoute) -> str:

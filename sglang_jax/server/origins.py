@@ -46,7 +46,7 @@ class AllowedOrigins:
                     f"pages of {quote(headers.get('origin', ''))} may not use this server: add that origin to "
                     "--allowed-origins"
                 )
-                app = error_response(error)
+                app = error_response(error, scope["path"])
         await app(scope, receive, send)
 
 

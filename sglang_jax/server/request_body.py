@@ -88,7 +88,7 @@ class BodyLimit:
             error = MediaTypeError(
                 f"a body with Content-Encoding: {cut(encoding)} cannot be read: send it uncompressed"
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         share = _Share(caller_name())
         try:

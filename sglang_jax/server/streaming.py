@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from sglang_jax.engine.types import OutputDelta
 from sglang_jax.errors import RequestError
-from sglang_jax.server.errors import ShuttingDownError, error_body, internal_error
+from sglang_jax.server.error_shapes import openai_error
+from sglang_jax.server.errors import ShuttingDownError, internal_error
 from sglang_jax.server.held_answers import hold
 from sglang_jax.server.shutdown import SHUTDOWN, Shutdown
 
@@ -44,6 +46,19 @@ _encoder = msgspec.json.Encoder()
 def event(payload: object) -> bytes:
     """Returns a server-sent event (WHATWG HTML, section 9.2) with `payload` as JSON."""
     return b"data: %b\n\n" % _encoder.encode(payload)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStyle:
+    """How a stream carries events. `failed`: returns an error as the last event; `done`: what follows the last event of
+    a stream that did not fail."""
+
+    media_type: str
+    failed: Callable[[RequestError], bytes]
+    done: bytes = b""
+
+
+OPENAI_EVENTS = StreamStyle("text/event-stream", lambda error: event(openai_error(error)), DONE)
 
 
 class LongResponse(Response):
@@ -147,13 +162,13 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
 class EventStream(Response):
     """Sends events as they arrive, and closes their generator when the client disconnects. See `open_event_stream`."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], style: StreamStyle) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=style.media_type)
         del self.headers["Content-Length"]
         self._first = first
         self._events = events
+        self._style = style
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +179,7 @@ class EventStream(Response):
                 except ShuttingDownError as error:
                     if not self._started:
                         raise
-                    body = event(error_body(error))
+                    body = self._style.failed(error)
                     await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
@@ -177,18 +192,20 @@ class EventStream(Response):
                 for start in range(0, len(data), RESPONSE_SLICE):
                     body = data[start : start + RESPONSE_SLICE]
                     await send({"type": "http.response.body", "body": body, "more_body": True})
-            last = DONE
+            last = self._style.done
         except RequestError as error:  # the status has been sent: the last event is the error
-            last = event(error_body(error))
+            last = self._style.failed(error)
         except ClientDisconnect:
             raise
         except Exception as error:  # a fault of the server
             logger.exception("A stream failed")
-            last = event(error_body(internal_error(error)))
+            last = self._style.failed(internal_error(error))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def open_event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
+async def open_event_stream(
+    request: Request, events: AsyncGenerator[bytes, None], style: StreamStyle = OPENAI_EVENTS
+) -> EventStream:
     """Waits for the first event, so that a generation that fails before it gets an ordinary error response. Raises
     errors of `events` before its first event; `ClientDisconnect`."""
     try:
@@ -196,4 +213,4 @@ async def open_event_stream(request: Request, events: AsyncGenerator[bytes, None
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events)
+    return EventStream(first, events, style)

@@ -11,7 +11,8 @@ from helpers.chat_templates import byte_tokenizer
 from helpers.tiny_models import CHAT_TEMPLATE
 from transformers import PreTrainedTokenizerFast
 
-from sglang_jax.server.openai_schema import ChatBody, chat_text
+from sglang_jax.server.openai_schema import ChatBody
+from tests.helpers.chats import rendered
 
 PARTS = "{% for p in m.content %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
 EACH = "{% for m in messages %}{{ '<' + m.role + '>' }}"
@@ -76,7 +77,7 @@ def test_every_message_is_in_the_prompt(tmp_path: Path, name: str, roles: list[s
 
 def asked(tokenizer: Any, content: Any, **fields: Any) -> str:
     body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": content}], **fields})
-    return chat_text(tokenizer, body).text
+    return rendered(tokenizer, body).text
 
 
 TWO = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
@@ -126,4 +127,4 @@ def test_a_message_of_parts_can_be_continued(tmp_path: Path) -> None:
     body = ChatBody.model_validate(
         {"model": "m", "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     )
-    assert chat_text(tokenizer, body).text == "<user>a<assistant>It is: "
+    assert rendered(tokenizer, body).text == "<user>a<assistant>It is: "

@@ -731,7 +731,7 @@ async def test_the_rest_of_a_refused_body_is_limited(monkeypatch: pytest.MonkeyP
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await asyncio.wait_for(close_after_error(BusyError("full"), {"type": "http"}, receive, send), 20)
+    await asyncio.wait_for(close_after_error(BusyError("full"), {"type": "http", "path": "/"}, receive, send), 20)
     assert len(read) == (10 if limit == "MAX_LINGERED_BYTES" else 1)
     assert (b"connection", b"close") in sent[0]["headers"]
     assert sent[-1] == {"type": "http.response.body", "body": b""}

@@ -11,8 +11,10 @@ from helpers.tiny_models import make_tiny_tokenizer
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
 from sglang_jax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from sglang_jax.errors import ParameterError
+from sglang_jax.server.conversation import RenderedChat
 from sglang_jax.server.errors import UnsupportedParameterError
-from sglang_jax.server.openai_schema import ChatBody, ChatText, chat_text
+from sglang_jax.server.openai_schema import ChatBody
+from tests.helpers.chats import rendered
 
 KEEPS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 TEMPLATES = {
@@ -36,9 +38,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     return found
 
 
-def continued(tokenizer: Tokenizer, text: str) -> ChatText:
+def continued(tokenizer: Tokenizer, text: str) -> RenderedChat:
     messages = [{"role": "user", "content": f"a {text}"}, {"role": "assistant", "content": text}]
-    return chat_text(tokenizer, ChatBody.model_validate({"messages": messages, "continue_final_message": True}))
+    return rendered(tokenizer, ChatBody.model_validate({"messages": messages, "continue_final_message": True}))
 
 
 ENDINGS = ["<", "|", "end", "n", "im_end", "The list:\n- ", "```python\n", " a", "a\t\n ", "Yes"]
@@ -58,19 +60,19 @@ def test_the_prompt_ends_with_the_message(tokenizers: dict[str, Tokenizer], text
 def test_thinking_is_passed_to_templates_that_use_it(tokenizers: dict[str, Tokenizer], name: str) -> None:
     for value in (False, True):
         body = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], name: value})
-        assert f"{name} is {value}" in chat_text(tokenizers["thinks"], body).text
+        assert f"{name} is {value}" in rendered(tokenizers["thinks"], body).text
         for other in ("trims", "mentions"):
             with pytest.raises(UnsupportedParameterError, match=f"{name} is not supported by this model"):
-                chat_text(tokenizers[other], body)
+                rendered(tokenizers[other], body)
 
 
 @pytest.mark.parametrize(("said", "value"), [("enabled", True), ("disabled", False)])
 def test_thinking_may_be_an_object(tokenizers: dict[str, Tokenizer], said: str, value: bool) -> None:
     messages = [{"role": "user", "content": "a"}]
     body = ChatBody.model_validate({"messages": messages, "thinking": {"type": said}})
-    assert f"thinking is {value}" in chat_text(tokenizers["thinks"], body).text
+    assert f"thinking is {value}" in rendered(tokenizers["thinks"], body).text
     body = ChatBody.model_validate({"messages": messages, "thinking": {"type": said, "budget_tokens": None}})
-    assert f"thinking is {value}" in chat_text(tokenizers["thinks"], body).text
+    assert f"thinking is {value}" in rendered(tokenizers["thinks"], body).text
     for other in ({"type": "adaptive"}, {"type": [said]}, {}, said):
         with pytest.raises((ValueError, ParameterError), match="boolean"):
             ChatBody.model_validate({"messages": messages, "thinking": other})

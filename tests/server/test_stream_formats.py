@@ -27,7 +27,7 @@ from sglang_jax.sampling import SamplingParams
 from sglang_jax.scheduler.messages import Finished, NewRequest, Started, StepOutputs
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.context import ServerContext
-from sglang_jax.server.streaming import DONE, RESPONSE_SLICE, EventStream
+from sglang_jax.server.streaming import DONE, OPENAI_EVENTS, RESPONSE_SLICE, EventStream
 
 PROMPT = "pq"
 TOP = 2
@@ -360,7 +360,7 @@ def test_every_format_equals_the_oracle(check: Callable[[Case], None], case: Cas
     [
         ("/generate", {"text": PROMPT}, "_repeating"),
         ("/generate", {"text": PROMPT, "incremental_output": True}, "_new_only"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}, "_events"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}, "Conversations._events"),
         ("/v1/completions", {"prompt": PROMPT}, "_events"),
     ],
 )
@@ -403,7 +403,7 @@ async def test_a_long_event_is_sent_a_slice_at_a_time() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    await EventStream(b"first", events())({"type": "http"}, receive, send)
+    await EventStream(b"first", events(), OPENAI_EVENTS)({"type": "http"}, receive, send)
     assert b"".join(bodies) == b"first" + long + b"y" + DONE
     assert max(map(len, bodies)) == RESPONSE_SLICE
     assert len(bodies) == 7

@@ -1,0 +1,59 @@
+"""The shapes of errors over HTTP. Routes of another API answer in that API's shape; all others in OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang_jax.errors import RequestError
+
+MAX_MESSAGE_CHARACTERS = 1000
+"""Maximum characters of an error's message, which may repeat numbers of thousands of digits."""
+
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
+
+
+def _message(error: RequestError) -> str:
+    message = error.message
+    return message if len(message) <= MAX_MESSAGE_CHARACTERS else message[:MAX_MESSAGE_CHARACTERS] + "..."
+
+
+def openai_error(error: RequestError) -> object:
+    """Returns `{"error": {"message", "type", "param", "code"}}`."""
+    kind = _OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": _message(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: RequestError) -> object:
+    """Returns `{"type": "error", "error": {"type", "message"}}`; `param` and `code` are this server's additions."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": _message(error), "param": error.param, "code": error.code},
+    }
+
+
+SHAPES: dict[str, Callable[[RequestError], object]] = {"/v1/messages": anthropic_error}
+"""Shapes of errors by the first part of a path. An API without an entry has OpenAI's."""
+
+
+def error_body(error: RequestError, path: str) -> object:
+    """Returns an error as the JSON value that a route answers. `path`: the request's, empty if it is not known."""
+    for beginning, shape in SHAPES.items():
+        if f"{path}/".startswith(f"{beginning}/"):
+            return shape(error)
+    return openai_error(error)
