@@ -29,6 +29,7 @@ from sglang_jax.engine.types import FinishKind, GenerateOutput, ReplicaLoad, Rep
 from sglang_jax.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from sglang_jax.scheduler.messages import ExpertBalance, SchedulerStats
 from sglang_jax.server import errors as server_errors
+from sglang_jax.server.anthropic_schema import MessagesBody
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.auth import ROUTES_PATH
 from sglang_jax.server.context import ServerContext
@@ -160,6 +161,7 @@ def test_every_route_is_described(app: FastAPI) -> None:
     ("heading", "body"),
     [
         ("## `POST /v1/chat/completions`", ChatBody),
+        ("## `POST /v1/messages`", MessagesBody),
         ("## `POST /v1/completions`", CompletionBody),
         ("## `POST /generate`", GenerateBody),
     ],

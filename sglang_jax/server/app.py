@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.server import control, management
+from sglang_jax.server.anthropic_messages import messages_router
 from sglang_jax.server.auth import ApiKeyMiddleware, HeadAsGet, WithoutTrailingSlash
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
@@ -41,6 +42,7 @@ def create_app(context: ServerContext) -> FastAPI:
         native_router(context),
         completions_router(context),
         chat_router(context, conversations),
+        messages_router(context, conversations),
         sessions_router(context),
         management.models_router(context),
         management.health_router(context),

@@ -13,6 +13,7 @@ from typing import Protocol
 from fastapi import Request, Response
 
 from sglang_jax.checkpoint.chat_contents import JoinedParts
+from sglang_jax.checkpoint.chat_tools import template_names
 from sglang_jax.engine.types import GenerateInput, OutputDelta, SessionTurnInput, TextTokenizer
 from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import ParameterError
@@ -71,7 +72,8 @@ class Conversation:
     - `num_messages`, `num_characters`: of all messages.
     - `variables`: further inputs of the chat template.
     - `continues`: the reply continues the last message, which must be the assistant's.
-    - `field_names`: the dialect's names of the engine's fields, for errors; `prompt` is the field of the messages.
+    - `field_names`: the dialect's names of the engine's fields, for errors; `prompt` is the field of the messages,
+      `continues` the one that asks for a continuation.
     """
 
     request_id: str
@@ -113,10 +115,10 @@ def render(
         return RenderedChat(text, first_text=first)
     *earlier, last = messages
     said = str(last["content"])
+    param = conversation.field_names["continues"]
     if last["role"] != "assistant" or not said.strip() or "tool_calls" in last:
         raise ParameterError(
-            "continue_final_message needs a last message with role assistant, with text and without tool calls",
-            param="continue_final_message",
+            f"{param} needs a last message with role assistant, with text and without tool calls", param=param
         )
     # A random word marks the text's end, which the template may repeat later, and shows whether it keeps white space.
     end, spaces = secrets.token_hex(16), "\t \t"
@@ -131,11 +133,20 @@ def render(
     if not keeps_spaces:
         text, said = text.rstrip(), said.rstrip()
     if not text.endswith(tokenizer.marked(said.lstrip())):
-        raise ParameterError(
-            "the chat template changes the last message, so it cannot be continued",
-            param="continue_final_message",
-        )
+        raise ParameterError("the chat template changes the last message, so it cannot be continued", param=param)
     return RenderedChat(text, said, first)
+
+
+def thinking_variables(tokenizer: TextTokenizer, *, thinks: bool | None, effort: str | None) -> dict[str, object]:
+    """Returns the variables by which the chat template turns thinking on or off and sets its effort. What the template
+    does not have is left out: the model then thinks as it always does. None: not said."""
+    names = template_names(tokenizer.chat_template)
+    wanted: dict[str, object] = {}
+    if thinks is not None:
+        wanted |= dict.fromkeys(("enable_thinking", "thinking"), thinks)
+    if effort is not None:
+        wanted["reasoning_effort"] = effort
+    return {name: value for name, value in wanted.items() if name in names}
 
 
 def _first_text(messages: Iterable[Message]) -> str:

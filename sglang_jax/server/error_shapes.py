@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from sglang_jax.errors import RequestError
 
@@ -17,12 +19,42 @@ _OPENAI_TYPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """How an API writes errors. `described`: the type of what `write` returns."""
+
+    write: Callable[[RequestError], dict[str, Any]]
+    described: type
+
+
+class ErrorDetail(TypedDict):
+    """What is wrong. `param`: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(TypedDict):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+class AnthropicError(TypedDict):
+    """Anthropic's error object. `type` is `error`; `param` and `code` are this server's additions."""
+
+    type: str
+    error: ErrorDetail
+
+
 def _message(error: RequestError) -> str:
     message = error.message
     return message if len(message) <= MAX_MESSAGE_CHARACTERS else message[:MAX_MESSAGE_CHARACTERS] + "..."
 
 
-def openai_error(error: RequestError) -> object:
+def openai_error(error: RequestError) -> dict[str, Any]:
     """Returns `{"error": {"message", "type", "param", "code"}}`."""
     kind = _OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": _message(error), "type": kind, "param": error.param, "code": error.code}}
@@ -38,7 +70,7 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def anthropic_error(error: RequestError) -> object:
+def anthropic_error(error: RequestError) -> dict[str, Any]:
     """Returns `{"type": "error", "error": {"type", "message"}}`; `param` and `code` are this server's additions."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {
@@ -47,13 +79,17 @@ def anthropic_error(error: RequestError) -> object:
     }
 
 
-SHAPES: dict[str, Callable[[RequestError], object]] = {"/v1/messages": anthropic_error}
+OPENAI = ErrorShape(openai_error, Error)
+
+SHAPES = {"/v1/messages": ErrorShape(anthropic_error, AnthropicError)}
 """Shapes of errors by the first part of a path. An API without an entry has OpenAI's."""
 
 
-def error_body(error: RequestError, path: str) -> object:
-    """Returns an error as the JSON value that a route answers. `path`: the request's, empty if it is not known."""
-    for beginning, shape in SHAPES.items():
-        if f"{path}/".startswith(f"{beginning}/"):
-            return shape(error)
-    return openai_error(error)
+def shape_of(path: str) -> ErrorShape:
+    """Returns the shape of errors of a path, which may be empty if it is not known."""
+    return next((shape for first, shape in SHAPES.items() if f"{path}/".startswith(f"{first}/")), OPENAI)
+
+
+def error_body(error: RequestError, path: str) -> dict[str, Any]:
+    """Returns an error as the JSON value that a request for `path` is answered with."""
+    return shape_of(path).write(error)

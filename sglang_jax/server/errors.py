@@ -35,7 +35,6 @@ MAX_LINGERED_BYTES = 4 * 2**20
 
 INSTEAD = {
     "/v1/responses": "use POST /v1/chat/completions (most client libraries have a switch for it)",
-    "/v1/messages": "use POST /v1/chat/completions",
     "/v1/files": "run `sglang-jax batch` on a file",
     "/v1/batches": "run `sglang-jax batch` on a file",
     "/api": "this server has OpenAI's routes: use /v1 in the base URL, as in POST /v1/chat/completions",

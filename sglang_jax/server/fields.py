@@ -19,6 +19,8 @@ from sglang_jax.server.callers import Claim
 from sglang_jax.server.errors import ONE, UnsupportedParameterError
 from sglang_jax.spellings import SAMPLING_FIELDS
 
+Item = TypeVar("Item")
+
 MAX_STOP_STRINGS = 16
 """Maximum stop strings of one request (OpenAI allows 4)."""
 
@@ -117,6 +119,13 @@ class Body(BaseModel):
         return f"; did you mean {near[0]}?" if near else ""
 
 
+def required(value: Item | None, field: str) -> Item:
+    """Returns the value of a field that only some kinds of bodies need. Raises `ParameterError` if it is absent."""
+    if value is None:
+        raise ParameterError(f"{field} is required", param=field, code="missing_field")
+    return value
+
+
 def asks_for_nothing(value: object) -> bool:
     """Whether a value is null, false, or an empty text, list or object."""
     return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
@@ -141,8 +150,6 @@ def _prompt_shape(value: object) -> str:
             return "<ids>"
     return "<text>"
 
-
-Item = TypeVar("Item")
 
 Many = Annotated[list[Item], Field(fail_fast=True)]
 """A list whose validation stops at the first faulty item: creating errors for a megabyte of items takes seconds."""

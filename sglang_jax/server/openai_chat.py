@@ -33,7 +33,13 @@ from sglang_jax.server.openapi import answers
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
 from sglang_jax.server.streaming import OPENAI_EVENTS, StreamStyle, event, json_response, until_disconnect
 
-FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
+FIELD_NAMES = {
+    **ENGINE_NAMES,
+    **OPENAI_NAMES,
+    "prompt": "messages",
+    "continues": "continue_final_message",
+    "top_logprobs_num": "top_logprobs",
+}
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):

@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from sglang_jax.about import version
 from sglang_jax.server.auth import KEY_HEADER, OPEN_PATHS, ROUTES_PATH
 from sglang_jax.server.callers import require_admin
+from sglang_jax.server.error_shapes import OPENAI, SHAPES, shape_of
 
 JSON, EVENTS = "application/json", "text/event-stream"
 BEARER, HEADER = "bearer", "header"
@@ -25,21 +26,6 @@ KEYS = {
     BEARER: {"type": "http", "scheme": "bearer", "description": "Authorization: Bearer KEY"},
     HEADER: {"type": "apiKey", "in": "header", "name": KEY_HEADER},
 }
-
-
-class ErrorDetail(TypedDict):
-    """What is wrong. `param`: the field at fault."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class Error(TypedDict):
-    """OpenAI's error object."""
-
-    error: ErrorDetail
 
 
 class GenerateMeta(TypedDict):
@@ -170,10 +156,11 @@ class DescribedApp(FastAPI):
 
 def _describe(described: dict[str, Any], answers_by_path: dict[str, tuple[Any, Any]], asks_for_a_key: bool) -> None:
     kinds = [kind for pair in answers_by_path.values() for kind in pair if kind is not None]
-    (error, *described_kinds), components = msgspec.json.schema_components(
-        [Error, *kinds], ref_template="#/components/schemas/{name}"
+    errors = [OPENAI.described, *(shape.described for shape in SHAPES.values())]
+    described_all, components = msgspec.json.schema_components(
+        [*errors, *kinds], ref_template="#/components/schemas/{name}"
     )
-    schema_of = dict(zip(map(repr, kinds), described_kinds, strict=True))
+    schema_of = dict(zip(map(repr, [*errors, *kinds]), described_all, strict=True))
     schemas = described.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's errors, which are never sent
         schemas.pop(name, None)
@@ -190,6 +177,7 @@ def _describe(described: dict[str, Any], answers_by_path: dict[str, tuple[Any, A
                 if streamed is not None:
                     content[EVENTS] = {"schema": schema_of[repr(streamed)]}
                 responses["200"]["content"] = content
+            error = schema_of[repr(shape_of(path).described)]
             for status, meaning in _refusals(operation, path not in OPEN_PATHS):
                 responses[status] = {"description": meaning, "content": {JSON: {"schema": error}}}
             if path in OPEN_PATHS:

@@ -61,6 +61,11 @@ class StreamStyle:
 OPENAI_EVENTS = StreamStyle("text/event-stream", lambda error: event(openai_error(error)), DONE)
 
 
+def named_event(name: str, payload: object) -> bytes:
+    """Returns a server-sent event with a type."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode(payload))
+
+
 class LongResponse(Response):
     """JSON of megabytes, passed to the connection in slices as its client reads: the whole would be copied twice on its
     way, and each copy would wait in memory. `HeldAnswers` limits the waiting bytes of all."""

@@ -35,6 +35,22 @@ class OfferedTool:
     name_field: str
     schema_field: str
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        description: str | None,
+        parameters: Mapping[str, Any] | None,
+        *,
+        strict: bool,
+        name_field: str,
+        schema_field: str,
+    ) -> OfferedTool:
+        """Returns a tool whose description for templates has only these fields."""
+        function = {"name": name, "description": description, "parameters": parameters}
+        shown = {field: value for field, value in function.items() if value is not None}
+        return cls(name, parameters, strict, {"type": "function", "function": shown}, name_field, schema_field)
+
     def checked(self) -> Tool:
         """Returns the tool for the parser of replies. Raises `ParameterError` with the place of a fault."""
         if not NAME.fullmatch(self.name) or len(self.name) > MAX_TOOL_NAME_CHARACTERS:

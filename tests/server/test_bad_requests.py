@@ -268,8 +268,6 @@ def test_unknown_routes_and_methods_are_refused(server: EchoServer) -> None:
     [
         ("/v1/responses", "POST /v1/chat/completions"),
         ("/v1/responses/resp_1", "POST /v1/chat/completions"),
-        ("/v1/messages", "POST /v1/chat/completions"),
-        ("/v1/messages/count_tokens", "POST /v1/chat/completions"),
         ("/api/chat", "POST /v1/chat/completions"),
         ("/chat/completions", "POST /v1/chat/completions"),
         ("/completions", "POST /v1/completions"),
