@@ -4,11 +4,10 @@ of a refusal reveals nothing about them."""
 from __future__ import annotations
 
 import hashlib
-import hmac
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sglang_jax.config import PositiveInt, ServerConfig, check_key
-from sglang_jax.engine.types import GenerateInput, OutputDelta
+from sglang_jax.engine.types import GenerateInput, Origin, OutputDelta
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.server.errors import AdminKeyError, RateLimitError
 
@@ -76,6 +75,18 @@ class TokenBucket:
         self._seen = now
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The tenant and the flow that a request's headers name: a server in front of this one sends them for its own
+    clients. Empty if it names none."""
+
+    tenant: str = ""
+    flow: str = ""
+
+
+NO_CLAIM = Claim()
+
+
 @dataclass(slots=True)
 class Caller:
     """The holder of a key, or any client of a server without keys.
@@ -126,15 +137,11 @@ class Caller:
         """Returns the tenant of its requests: the caller itself, or the tenant that an operator names."""
         return claimed if self.admin and claimed else self.name
 
-    def adopt(self, prompt: GenerateInput, request_id: str) -> GenerateInput:
-        """Returns the prompt with the caller as tenant, the request with this id as flow, and the caller's part of the
-        prefix cache as namespace. Operators (a server in front of this one) may set tenant and flow themselves."""
-        tenant, flow = self.tenant(prompt.tenant), prompt.flow if self.admin and prompt.flow else request_id
-        if not self.cache_secret:
-            return replace(prompt, tenant=tenant, flow=flow)
-        name = b"\1" + prompt.extra_key.encode("utf-8", "surrogatepass") if prompt.extra_key else b"\0"
-        key = "key-" + hmac.digest(self.cache_secret, name, "sha256").hex()
-        return replace(prompt, tenant=tenant, flow=flow, extra_key=key)
+    def origin(self, request_id: str, claimed: Claim = NO_CLAIM) -> Origin:
+        """Returns the origin of the request with this id: the caller is its tenant, and the request its flow. Operators
+        may claim others."""
+        flow = claimed.flow if self.admin and claimed.flow else request_id
+        return Origin(self.tenant(claimed.tenant), flow, self.cache_secret)
 
 
 class Usage:

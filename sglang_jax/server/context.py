@@ -16,10 +16,10 @@ from typing import Self, TypeVar
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.engine.fair_threads import FairThreads
-from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
+from sglang_jax.engine.types import EngineClient, GenerateInput, Origin, OutputDelta
 from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, quote
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
-from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
+from sglang_jax.server.callers import NO_CLAIM, Caller, Callers, Claim, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.logprobs import HeldLogprobs
 from sglang_jax.server.metrics import ServerMetrics
@@ -106,13 +106,13 @@ class ServerContext:
     async def encode(
         self, text: str, request_id: str, *, add_special_tokens: bool, max_tokens: int, param: str
     ) -> list[int]:
+        """Returns the token ids of a text of a request; see `EngineClient.encode`."""
         return await self.client.encode(
             text,
+            current_caller().origin(request_id),
             add_special_tokens=add_special_tokens,
             max_tokens=max_tokens,
             param=param,
-            tenant=current_caller().name,
-            flow=request_id,
         )
 
     def check_size(self, prompts: int, completions: int, param: str) -> None:
@@ -151,11 +151,15 @@ class ServerContext:
             )
 
     def generate(
-        self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
+        self,
+        request_id: str,
+        prompts: Sequence[GenerateInput],
+        field_names: Mapping[str, str] = ENGINE_NAMES,
+        claimed: Claim = NO_CLAIM,
     ) -> Call:
         """Returns the call of one HTTP request's prompts, which have their `request_id`, for `async with`.
-        `field_names`: the route's names of the engine's fields."""
-        return Call(self, request_id, prompts, field_names, current_caller())
+        `field_names`: the route's names of the engine's fields; `claimed`: see `Caller.origin`."""
+        return Call(self, request_id, prompts, field_names, current_caller(), claimed)
 
     async def collect(
         self,
@@ -163,11 +167,12 @@ class ServerContext:
         prompts: Sequence[GenerateInput],
         write: Callable[[list[list[OutputDelta]]], Written],
         field_names: Mapping[str, str] = ENGINE_NAMES,
+        claimed: Claim = NO_CLAIM,
     ) -> Written:
         """Generates, and returns the result of `write` for each prompt's outputs by index. Raises `RequestError`."""
         outputs: list[list[OutputDelta]] = [[] for _ in prompts]
         with self._logprobs.share() as hold:  # until the answer is written
-            async with self.generate(request_id, prompts, field_names) as deltas:
+            async with self.generate(request_id, prompts, field_names, claimed) as deltas:
                 with renamed_fields(field_names):
                     async for number, output in deltas:
                         hold(output)
@@ -215,11 +220,13 @@ class Call:
         prompts: Sequence[GenerateInput],
         field_names: Mapping[str, str],
         caller: Caller,
+        claimed: Claim,
     ) -> None:
         self._context = context
         self._request_id = request_id
         self._field_names = field_names
         self._caller = caller
+        self._origin = caller.origin(request_id, claimed)
         self._prompts = prompts
         self._single: PromptStream | None = None
         self._merged: MergedStreams | None = None
@@ -247,7 +254,7 @@ class Call:
         return self
 
     def _stream(self, prompt: GenerateInput) -> PromptStream:
-        return PromptStream(self._context, self._caller.adopt(prompt, self._request_id))
+        return PromptStream(self._context, prompt, self._origin)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -282,9 +289,8 @@ class Call:
 class PromptStream:
     """The deltas of one prompt, whose times are recorded. Raises the error of a failed output."""
 
-    def __init__(self, context: ServerContext, prompt: GenerateInput) -> None:
-        self.prompt = prompt
-        self._deltas = context.client.generate(prompt)
+    def __init__(self, context: ServerContext, prompt: GenerateInput, origin: Origin) -> None:
+        self._deltas = context.client.generate(prompt, origin)
         self._timing = context.metrics.timing(stream=prompt.stream)
 
     async def next(self) -> OutputDelta:

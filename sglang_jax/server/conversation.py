@@ -201,7 +201,6 @@ class Conversations:
         work = partial(render, tokenizer, conversation, self._call_ids_are_short)
         size = conversation.num_characters + CHARACTERS_PER_MESSAGE * conversation.num_messages
         rendered = await context.render(work, size=size, request_id=request_id)
-        check_characters(len(rendered.text), tokenizer, most, param)
         encoding = context.encode(rendered.text, request_id, add_special_tokens=False, max_tokens=most, param=param)
         return rendered, await encoding
 

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from sglang_jax.config.suggestions import MIN_SIMILARITY
 from sglang_jax.engine.types import SessionTurnInput
 from sglang_jax.errors import ParameterError, cut, quote
+from sglang_jax.server.callers import Claim
 from sglang_jax.server.errors import ONE, UnsupportedParameterError
 from sglang_jax.spellings import SAMPLING_FIELDS
 
@@ -249,12 +250,12 @@ def routing_key(field: str | None, headers: Headers) -> str | None:
     return next((headers[name] for name in ROUTING_KEY_HEADERS if headers.get(name)), None)
 
 
-def tenant_of(headers: Headers) -> str:
-    return unquote(headers.get(TENANT_HEADER, ""))[:MAX_NAME_CHARACTERS]
+def claim_of(headers: Headers) -> Claim:
+    return Claim(_name_in(headers, TENANT_HEADER), _name_in(headers, CLIENT_REQUEST_HEADER))
 
 
-def flow_of(headers: Headers) -> str:
-    return unquote(headers.get(CLIENT_REQUEST_HEADER, ""))[:MAX_NAME_CHARACTERS]
+def _name_in(headers: Headers, name: str) -> str:
+    return unquote(headers.get(name, ""))[:MAX_NAME_CHARACTERS]
 
 
 def shared_length_of(headers: Headers) -> int:

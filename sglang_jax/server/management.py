@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from sglang_jax.about import version
 from sglang_jax.engine.types import EngineClient, GenerateInput, ReplicaLoad, ReplicaState
-from sglang_jax.engine.validation import check_characters, check_repeated
+from sglang_jax.engine.validation import check_repeated
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.scheduler.commands import GetCacheReport, GetState
@@ -170,8 +170,6 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         context_length = context.client.model_info.context_length
         texts = as_list(body.prompt)
         context.check_texts(len(texts), "prompt")
-        for text in texts:
-            check_characters(len(text), context.client.tokenizer, context_length)
         work = _tokenized(context, texts, special=body.add_special_tokens is not False)
         written, counts = await until_disconnect(request.receive, work)
         single = isinstance(body.prompt, str)
