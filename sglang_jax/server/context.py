@@ -21,6 +21,8 @@ from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, 
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
+from sglang_jax.server.file_store import FileStore
+from sglang_jax.server.json_body import LongWork
 from sglang_jax.server.logprobs import HeldLogprobs
 from sglang_jax.server.metrics import ServerMetrics
 from sglang_jax.server.sampling import rename_field, renamed_fields
@@ -55,16 +57,18 @@ ENGINE_NAMES = {"request_id": "rid"}
 class ServerContext:
     """One engine behind HTTP. `draining`: requests in flight finish, new ones are refused; `shutdown` ends requests in
     flight; `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine;
-    `in_engine`: callers by the ids of all prompts."""
+    `in_engine`: callers by the ids of all prompts; `files`: those of clients, None for a server without."""
 
     client: EngineClient
     config: ServerConfig
     metrics: ServerMetrics
     callers: Callers
+    files: FileStore | None = None
     draining: bool = False
     shutdown: Shutdown = field(default_factory=Shutdown)
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
+    long_work: LongWork = field(default_factory=LongWork)
     _logprobs: HeldLogprobs = field(init=False)
     _templates: FairThreads = field(default_factory=lambda: FairThreads(1, "chat-template"))
     _short_templates: FairThreads = field(default_factory=lambda: FairThreads(1, "short-chat-template"))
