@@ -35,6 +35,7 @@ from sglang_jax.server.auth import ROUTES_PATH
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.control import AbortBody
 from sglang_jax.server.fields import IGNORED_FIELDS, MAX_STOP_STRINGS, NEUTRAL_VALUES, Body
+from sglang_jax.server.file_store import FileStore
 from sglang_jax.server.management import DetokenizeBody, TokenizeBody
 from sglang_jax.server.native_schema import GenerateBody
 from sglang_jax.server.openai_schema import ChatBody, CompletionBody, StreamOptions
@@ -84,13 +85,14 @@ DEFAULTS_IN_WORDS = frozenset(
         "admin_api_key",
         "admin_api_key_file",
         "chat_template",
+        "files_dir",
     }
 )
 """Options whose default depends on the model, the device or the environment, or is None."""
 
 
 @pytest.fixture(scope="module")
-def context() -> ServerContext:
+def context(tmp_path_factory: pytest.TempPathFactory) -> ServerContext:
     load = ReplicaLoad(
         index=0,
         state=ReplicaState.SERVING,
@@ -99,7 +101,8 @@ def context() -> ServerContext:
         stats=SchedulerStats(experts=[ExpertBalance(0, 1, 1.0)]),
     )
     client = SimpleNamespace(model_info=MODEL_INFO, loads=lambda: [load], alive=True)
-    return create_context(client, ServerConfig())
+    files = FileStore(tmp_path_factory.mktemp("files"), max_file_bytes=1, max_bytes=1)
+    return create_context(client, ServerConfig(), files=files)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +155,7 @@ def test_defaults_and_choices_of_a_flag(row: list[str]) -> None:
 def test_every_route_is_described(app: FastAPI) -> None:
     paths = app.openapi()["paths"]
     assert "/v1/chat/completions" in paths
-    described = set(re.findall(r"`(?:(?:GET|POST) )?(/[a-z0-9_/{}]+)`", API))
+    described = set(re.findall(r"`(?:(?:GET|POST|DELETE) )?(/[a-z0-9_/{}]+)`", API))
     assert described == {*paths, ROUTES_PATH}
     for path, operations in paths.items():
         for method in operations:

@@ -90,6 +90,20 @@ class ServerConfig(EngineConfig):
     max_body_bytes: PositiveInt = Field(
         8 * 2**20, description="maximum bytes of a request body; larger ones are refused with 413"
     )
+    files_dir: Path | None = Field(
+        None,
+        description="folder for clients' files and batches, which turns on /v1/files and /v1/batches; one per server",
+    )
+    max_file_bytes: PositiveInt = Field(
+        200 * 2**20, description="maximum bytes of an uploaded file; larger ones are refused with 413"
+    )
+    max_files_bytes: PositiveInt = Field(
+        16 * 2**30,
+        description="maximum bytes of all files in files_dir, each counted as at least 256 KiB; more get 413",
+    )
+    max_batch_lines: PositiveInt = Field(
+        50_000, description="maximum lines of a batch; one with more fails before any of its lines runs"
+    )
     max_connections: PositiveInt = Field(
         4096, description="maximum open connections; a new one replaces an idle one, or gets 503"
     )

@@ -27,12 +27,15 @@ class SessionTurnInput:
     - `name`: the name of the turn, if not its `request_id`.
     - `opening`: the token that starts a conversation, left out in later turns; -1: there is none; None: the token that
       the tokenizer adds before texts.
+    - `whole`: the prompt is the whole conversation, which may differ from the earlier turns. The session is opened if
+      need be, and keeps in the cache what this turn leaves there; the prompt also runs if none can be opened.
     """
 
     session_id: str
     after: str | None = None
     name: str | None = None
     opening: int | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,12 +176,17 @@ class Scheduler:
         if message.session is None:
             return self._builder.accept(message, self.num_waiting)
         self.sessions.maintain()  # a session that has timed out is closed first
-        turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
-        start = turn.position_in(prompt, message.logprob_start)
-        whole = msgspec.structs.replace(message, token_ids=prompt, logprob_start=start)
-        request = self._builder.accept(whole, self.num_waiting)
-        self.sessions.begin(turn, request.id, request.prompt_len)
-        request.turn = turn
+        if message.session.whole:
+            request = self._builder.accept(message, self.num_waiting)
+            request.turn = self.sessions.keeping_turn(message.session, message.extra_key)
+        else:
+            turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
+            start = turn.position_in(prompt, message.logprob_start)
+            whole = msgspec.structs.replace(message, token_ids=prompt, logprob_start=start)
+            request = self._builder.accept(whole, self.num_waiting)
+            request.turn = turn
+        if request.turn is not None:
+            self.sessions.begin(request.turn, request.id, request.prompt_len)
         return request
 
     def _enqueue(self, request: Request) -> None:

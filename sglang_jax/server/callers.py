@@ -29,6 +29,7 @@ class KeyEntry(BaseModel):
     - `tokens_per_minute`: prompt and output tokens; once they are used up, requests are refused with 429 until some
       have come back. Requests in flight continue.
     - `max_priority`: maximum `priority` of a request.
+    - `max_files_bytes`: maximum bytes of its files, see `FileStore`.
     - `share_cache`: shares cached prefixes with other keys that do so; otherwise they are its own.
     - `hide_cached_tokens`: answers do not report how much of a prompt was cached.
     - `admin`: may do what the `--admin-api-key` may.
@@ -40,6 +41,7 @@ class KeyEntry(BaseModel):
     max_concurrent: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
     max_priority: int = Field(0, ge=-(2**31), lt=2**31)
+    max_files_bytes: PositiveInt | None = None
     share_cache: bool = False
     hide_cached_tokens: bool = False
     admin: bool = False
@@ -102,6 +104,7 @@ class Caller:
     max_priority: int | None = None
     cache_secret: bytes = b""
     hide_cached_tokens: bool = False
+    max_files_bytes: int | None = None
     tokens: TokenBucket | None = None
     running: int = field(default=0, init=False)
 
@@ -247,6 +250,7 @@ def _caller(name: str, entry: KeyEntry) -> Caller:
         max_priority=entry.max_priority,
         cache_secret=b"" if entry.share_cache else _digest(b"cache of " + entry.key.encode()),
         hide_cached_tokens=entry.hide_cached_tokens,
+        max_files_bytes=entry.max_files_bytes,
         tokens=None if entry.tokens_per_minute is None else TokenBucket(entry.tokens_per_minute),
     )
 

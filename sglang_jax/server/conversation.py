@@ -220,7 +220,7 @@ class Conversations:
         )
         model = self._context.client.model_info
         shared_len = 0
-        if model.keeps_states and call.session is None:
+        if model.keeps_states and (call.session is None or call.session.whole):
             shared_len = await self._shared_len(conversation, rendered, token_ids)
         prompt = GenerateInput(
             prompt=token_ids,

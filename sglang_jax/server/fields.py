@@ -199,7 +199,8 @@ Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 class SessionParamsBody(Body):
     """`session_params`: the session whose next turn a prompt is. `rid`: the previous turn, optional; `turn`: the name
-    of this turn, by default its own rid; `opening`: see `SessionTurnInput`, set by a server in front of this one."""
+    of this turn, by default its own rid; `opening`, `whole`: see `SessionTurnInput`, set by a server in front of this
+    one."""
 
     id: ShortText | None = None
     rid: ShortText | None = None
@@ -208,6 +209,7 @@ class SessionParamsBody(Body):
     drop_previous_output: bool | None = None
     turn: ShortText | None = None
     opening: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    whole: bool | None = None
 
     def turn_of(self) -> SessionTurnInput | None:
         """Returns the session turn for the engine; None without a session. Raises `ParameterError` for turns that are
@@ -229,7 +231,7 @@ class SessionParamsBody(Body):
                     "session_params has a rid but no id; give the session's id", param="session_params.id"
                 )
             return None
-        return SessionTurnInput(self.id, self.rid or None, self.turn or None, self.opening)
+        return SessionTurnInput(self.id, self.rid or None, self.turn or None, self.opening, bool(self.whole))
 
 
 def check_turns(turns: Sequence[SessionTurnInput | None]) -> None:

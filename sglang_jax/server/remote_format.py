@@ -58,6 +58,8 @@ def request_body(tokenized: TokenizedRequest, name: str, context_length: int) ->
         body["routing_key"] = request.routing_key
     if (turn := tokenized.session) is not None:
         body["session_params"] = {"id": turn.session, "rid": turn.after, "turn": turn.name, "opening": turn.bos}
+        if turn.whole:
+            body["session_params"]["whole"] = True
     return body
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -14,8 +15,9 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from starlette.datastructures import Headers
 
-from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError, quote
-from sglang_jax.server.background import BackgroundRuns
+from sglang_jax.engine.types import SessionTurnInput
+from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError, SessionNotFoundError, quote
+from sglang_jax.scheduler.commands import CloseSession
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.conversation import (
@@ -27,7 +29,7 @@ from sglang_jax.server.conversation import (
     ReplyOptions,
 )
 from sglang_jax.server.errors import ResponseNotFoundError
-from sglang_jax.server.fields import routing_key, tenant_of
+from sglang_jax.server.fields import claim_of, routing_key
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.openapi import answers
 from sglang_jax.server.responses_format import (
@@ -39,7 +41,7 @@ from sglang_jax.server.responses_format import (
 )
 from sglang_jax.server.responses_items import Item, messages_of, num_characters
 from sglang_jax.server.responses_schema import FIELD_NAMES, ResponsesBody
-from sglang_jax.server.responses_store import ResponseStore, StoredResponse
+from sglang_jax.server.responses_store import StoredResponse
 from sglang_jax.server.streaming import (
     StreamStyle,
     json_response,
@@ -50,8 +52,6 @@ from sglang_jax.server.streaming import (
 
 MAX_PAGE = 100
 """Maximum items of one page of a list."""
-
-SECONDS_PER_DAY = 86_400.0
 
 EVENTS = StreamStyle("text/event-stream", lambda error: named_event("error", {"type": "error", **_described(error)}))
 
@@ -85,31 +85,25 @@ class Responses:
     """The responses of one server: those stored, and those that run in the background."""
 
     def __init__(self, context: ServerContext, conversations: Conversations) -> None:
-        config = context.config
         self._context = context
         self._conversations = conversations
-        self.store = ResponseStore(
-            config.response_store,
-            most=config.max_stored_responses,
-            most_bytes=config.max_response_store_bytes,
-            seconds=config.response_store_days * SECONDS_PER_DAY,
-        )
-        self.runs = BackgroundRuns()
+        self.store, self.runs = context.responses, context.background
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         """Returns a response, its stream, or its start if it runs in the background. Raises `RequestError`."""
         self._context.check_model(body.model)
         body.check()
-        owner = current_caller().tenant(tenant_of(request.headers))
+        owner = current_caller().tenant(claim_of(request.headers).tenant)
         response_id = RESPONSE_ID + uuid.uuid4().hex
         earlier = await self._earlier(body, owner)
         items = await self._with_references(body.input_items(), owner)
         before = [item for each in earlier for item in each.items()]
-        conversation = self._conversation(body, request.headers, before, items)
+        session = (earlier[-1].session if earlier else None) or response_id
+        conversation = self._conversation(body, request.headers, before, items, session)
         planned = await until_disconnect(request.receive, self._plan(conversation, body))
         response = new_response(response_id, body, planned, body.model or self._context.config.model_name)
         writer = ResponseWriter(planned, body, self._context.client.tokenizer, response)
-        save = partial(self._save, writer, owner, msgspec.json.encode(_named(items, response_id)))
+        save = partial(self._save, writer, owner, session, msgspec.json.encode(_named(items, response_id)))
         if body.background:
             return await self._start(request, writer, save)
         if not body.stores:
@@ -149,7 +143,7 @@ class Responses:
         raise ResponseNotFoundError(f"{place} is {quote(item_id)}, which no stored response has", param=place)
 
     def _conversation(
-        self, body: ResponsesBody, headers: Headers, earlier: list[Item], items: list[Item]
+        self, body: ResponsesBody, headers: Headers, earlier: list[Item], items: list[Item], session: str
     ) -> Conversation:
         context = self._context
         characters = num_characters(earlier) + num_characters(items) + len(body.instructions or "")
@@ -170,6 +164,7 @@ class Responses:
                 extra_key=body.cache_namespace,
                 priority=body.priority or 0,
                 routing_key=routing_key(body.routing_key or body.prompt_cache_key, headers),
+                session=SessionTurnInput(session, whole=True) if body.stores else None,
             ),
             field_names=FIELD_NAMES,
         )
@@ -205,10 +200,10 @@ class Responses:
         room = min(context_length // 8 if wanted is None else wanted, context_length // 2)
         return len(token_ids) + max(room, 1) <= context_length
 
-    async def _save(self, writer: ResponseWriter, owner: str, items: bytes) -> None:
+    async def _save(self, writer: ResponseWriter, owner: str, session: str, items: bytes) -> None:
         response = writer.response
         previous, text = response.previous_response_id, msgspec.json.encode(response)
-        await self.store.save(StoredResponse(response.id, owner, previous, response.status, None, items, text))
+        await self.store.save(StoredResponse(response.id, owner, previous, response.status, session, items, text))
 
     async def _start(self, request: Request, writer: ResponseWriter, save: partial[Any]) -> Response:
         """Starts a response in the background. Returns it, or its stream, which the client may leave and take up
@@ -253,11 +248,16 @@ class Responses:
         return await self.current(response_id, owner)
 
     async def delete(self, response_id: str, owner: str) -> DeletedResponse:
-        """Deletes a response, which ends if it runs. Raises `ResponseNotFoundError`."""
+        """Deletes a response, which ends if it runs, and the KV of its conversation unless others have the same. Raises
+        `ResponseNotFoundError`."""
         await self.store.find(response_id, owner)
         await self.runs.cancel(response_id)
         self.runs.forget(response_id)
-        return DeletedResponse((await self.store.delete(response_id, owner)).id)
+        deleted = await self.store.delete(response_id, owner)
+        if deleted.session is not None and not await self.store.has_session(deleted.session):
+            with suppress(SessionNotFoundError):  # it has timed out, or made room
+                await self._context.client.call(CloseSession(deleted.session, owner))
+        return DeletedResponse(deleted.id)
 
     async def input_items(
         self, response_id: str, owner: str, after: str | None, limit: int, *, newest_first: bool
@@ -301,7 +301,7 @@ def responses_router(context: ServerContext, conversations: Conversations) -> AP
     responses = Responses(context, conversations)
 
     def owner(request: Request) -> str:
-        return current_caller().tenant(tenant_of(request.headers))
+        return current_caller().tenant(claim_of(request.headers).tenant)
 
     @router.post("/v1/responses")
     @answers(ResponseObject, ResponseEvent)

@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS responses (
 );
 CREATE INDEX IF NOT EXISTS by_use ON responses (owner, used);
 CREATE INDEX IF NOT EXISTS by_age ON responses (created);
+CREATE INDEX IF NOT EXISTS by_session ON responses (session);
 """
 
 _UNFINISHED = ("queued", "in_progress")
@@ -204,6 +205,11 @@ class ResponseStore:
             self._used += 1
             self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (self._used, one.id))
         return found[::-1]
+
+    async def has_session(self, session: str) -> bool:
+        """Whether a stored response belongs to this session."""
+        find = "SELECT 1 FROM responses WHERE session = ? LIMIT 1"
+        return await self._run(lambda: self._database.execute(find, (session,)).fetchone() is not None)
 
     async def delete(self, response_id: str, owner: str) -> StoredResponse:
         """Deletes a response and returns it. Raises `ResponseNotFoundError`."""

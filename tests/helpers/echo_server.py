@@ -24,7 +24,7 @@ from sglang_jax.engine.types import EngineClient
 from sglang_jax.scheduler.commands import GetState
 from sglang_jax.server.app import create_context
 from sglang_jax.server.context import ServerContext
-from sglang_jax.server.serve import Launch, bind, http_config
+from sglang_jax.server.serve import Launch, bind, http_config, open_files
 
 Result = TypeVar("Result")
 
@@ -120,12 +120,13 @@ def serve_echo(
             engine = await launch(config)
         else:
             engine = await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
-        context = create_context(engine, config)
-        server = uvicorn.Server(http_config(context))
-        servers.append(server)
-        running.append(EchoServer(port, http, context, engine, asyncio.get_running_loop()))
-        ready.set()
-        await server.serve(sockets=[listener])
+        with open_files(config) as files:
+            context = create_context(engine, config, files=files)
+            server = uvicorn.Server(http_config(context))
+            servers.append(server)
+            running.append(EchoServer(port, http, context, engine, asyncio.get_running_loop()))
+            ready.set()
+            await server.serve(sockets=[listener])
         await engine.close()
 
     def run() -> None:
