@@ -62,6 +62,7 @@ def control_router(context: ServerContext) -> APIRouter:
 
     @router.get("/flush_cache", dependencies=OPERATORS_ONLY)
     @router.post("/flush_cache", dependencies=OPERATORS_ONLY)
+    @router.post("/reset_prefix_cache", dependencies=OPERATORS_ONLY)
     async def flush_cache() -> dict[str, object]:
         """Empties the prefix cache. While requests are running or queued it does nothing and returns 400."""
         if not await context.client.call(commands.FlushCache()):
