@@ -21,6 +21,7 @@ from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
 from sglang_jax.server.openapi import DescribedApp
 from sglang_jax.server.origins import AllowedOrigins
+from sglang_jax.server.parsing import parsing_router
 from sglang_jax.server.request_body import BodyLimit
 
 
@@ -50,6 +51,7 @@ def create_app(context: ServerContext) -> FastAPI:
         loads_router(context.client),
         control.control_router(context),
         management.tokenizer_router(context),
+        parsing_router(context, conversations),
         metrics_router(context.metrics),
     )
     app.add_routers(routers)

@@ -221,6 +221,8 @@ class TestRoles:
             ("POST", "/v1/messages/count_tokens"),
             ("POST", "/v1/chat/completions"),
             ("POST", "/tokenize"),
+            ("POST", "/parse_function_call"),
+            ("POST", "/separate_reasoning"),
             ("GET", "/tokenizer_info"),
             ("POST", "/detokenize"),
             ("POST", "/open_session"),
