@@ -63,7 +63,12 @@ class ServerConfig(EngineConfig):
     )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(30000, ge=0, le=65535, description="port to listen on; 0: any free port")
-    served_model_name: str | None = Field(None, description="model name in the API; default: model_path")
+    served_model_name: tuple[str, ...] = Field(
+        (),
+        description="NAME...: model names that clients may send, at most 64; answers have the first; default: "
+        "model_path",
+        max_length=64,
+    )
     connect: str | None = Field(
         None,
         description="HOST:PORT,...: route requests to these servers of the same model instead of starting an engine; "
@@ -147,6 +152,12 @@ class ServerConfig(EngineConfig):
         """The key that operators send, or None. Raises `ConfigError` like `one_key`."""
         return one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
 
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _are_names(cls, value: object) -> object:
+        names: tuple[object, ...] = (value,) if isinstance(value, str) else () if value is None else tuple(value)  # type: ignore[arg-type]
+        return names
+
     @field_validator("allowed_origins")
     @classmethod
     def _are_origins(cls, value: str | None) -> str | None:
@@ -164,8 +175,13 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_name(self) -> str:
-        """The name that clients send as `model`."""
-        return self.served_model_name or self.model_path
+        """The name of the model in answers."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that clients may send as `model`."""
+        return self.served_model_name or (self.model_path,)
 
 
 def _listed(value: str | None) -> list[str]:

@@ -135,7 +135,7 @@ class Finisher:
         """Takes a request's row and returns it, with its output, to the queue, before new requests. No step may be in
         flight."""
         request.retractions += 1
-        self._back_to_queue(request)
+        self.requeue(request)
         self._rows.release(self._rows.num_leaving)
         self._reserve.raise_ratio()
         self._counts.retractions += 1
@@ -143,9 +143,10 @@ class Finisher:
     def restart(self, request: Request) -> None:
         """Returns a request to the queue, to recompute its prompt and output from valid KV."""
         request.restarts += 1
-        self._back_to_queue(request)
+        self.requeue(request)
 
-    def _back_to_queue(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
+        """Returns a request with its output to the queue, once `Rows.release` has released its row."""
         request.tokens = self._known_tokens(request)
         request.drafts = self._rows.drafts_of(request)
         self._rows.drafts[request.row] = 0

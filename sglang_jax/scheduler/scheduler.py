@@ -21,6 +21,7 @@ from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.cache_report import CacheReport, report_cache
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
+from sglang_jax.scheduler.commands import PauseMode
 from sglang_jax.scheduler.constraints import Constraints
 from sglang_jax.scheduler.drafting import AdaptiveDrafts, Drafting, FixedDrafts
 from sglang_jax.scheduler.finisher import Finisher
@@ -111,6 +112,7 @@ class Scheduler:
         )
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
+        self.paused = False
         self._pages_checked_at = 0
         self._in_flight: LaunchedStep | None = None
 
@@ -130,10 +132,17 @@ class Scheduler:
         return len(self.queue) + self.constraints.num_waiting + len(self.sessions.held)
 
     @property
+    def at_rest(self) -> bool:
+        """Whether there is nothing to do until a message arrives: idle, or paused with every grammar compiled."""
+        paused = self.paused and self._in_flight is None and not self.rows.num_leaving
+        return self.idle or (paused and not self.constraints.num_waiting)
+
+    @property
     def only_compiles(self) -> bool:
-        """Whether all requests wait for their grammars, so no step can run."""
+        """Whether only grammars of waiting requests are compiled, and no step can run."""
         waiting = self.constraints.num_waiting
-        return waiting > 0 and waiting == len(self.requests) and self._in_flight is None and not self.rows.num_leaving
+        no_steps = self.paused or waiting == len(self.requests)
+        return waiting > 0 and no_steps and self._in_flight is None and not self.rows.num_leaving
 
     @property
     def max_total_tokens(self) -> int:
@@ -227,13 +236,33 @@ class Scheduler:
             self._recent.clear()
         return True
 
+    def pause(self, mode: PauseMode) -> None:
+        """Makes no more steps until `resume`; new requests wait in the queue. What becomes of the others, see
+        `PauseMode`. Calls while paused change the mode only for requests with rows."""
+        self._finish_in_flight()
+        match mode:
+            case PauseMode.ABORT:
+                for request_id in list(self.requests):
+                    self.abort(request_id)
+            case PauseMode.RETRACT:
+                for request in self.rows.requests:
+                    if request is not None and self.rows.runs(request):
+                        self._finisher.requeue(request)
+        self.rows.release(self.rows.num_leaving)
+        self.paused = True
+        self._publisher.flush()
+
+    def resume(self) -> None:
+        self.paused = False
+
     def step(self) -> None:
-        """Launches the next step, finishes the previous one, samples the next one if it has masks, and publishes."""
+        """Launches the next step, unless paused; finishes the previous one, samples the next one if it has masks, and
+        publishes."""
         self._stress_now()
         self._queue_compiled()
         for request in self.sessions.ready():
             self.queue.add(request)
-        launched = self._launch_next()
+        launched = None if self.paused else self._launch_next()
         self._finish_in_flight()
         if launched is not None and launched.planned.masked:
             self._sample(launched)
@@ -251,6 +280,8 @@ class Scheduler:
         return report_cache(self.cache, self.sessions.all(), self._clock())
 
     def _stress_now(self) -> None:
+        if self.paused:
+            return
         if self._stress.retracts(self.log.steps):
             self._finish_in_flight()
             self._finisher.retract_one_of(retractable(self.rows))

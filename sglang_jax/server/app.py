@@ -25,6 +25,7 @@ from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
 from sglang_jax.server.openapi import DescribedApp
 from sglang_jax.server.origins import AllowedOrigins
+from sglang_jax.server.parsing import parsing_router
 from sglang_jax.server.request_body import BodyLimit
 from sglang_jax.server.responses import responses_router
 
@@ -91,6 +92,7 @@ def create_routes(context: ServerContext, service: Service | None = None) -> Fas
         loads_router(context.client),
         control.control_router(context),
         management.tokenizer_router(context),
+        parsing_router(context, conversations),
         metrics_router(context.metrics),
     ]
     if context.files is not None:

@@ -99,9 +99,10 @@ class ServerContext:
 
     def check_model(self, model: str | None) -> None:
         """Raises `ModelNotFoundError` for a name that is not the served model's."""
-        if model not in (None, ANY_MODEL, self.config.model_name):
+        names = self.config.model_names
+        if model not in (None, ANY_MODEL, *names):
             raise ModelNotFoundError(
-                f"the model {quote(model)} is not served here; this server serves {self.config.model_name!r}",
+                f"the model {quote(model)} is not served here; this server serves {', '.join(map(repr, names))}",
                 param="model",
             )
 

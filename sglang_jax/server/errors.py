@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from sglang_jax.config.suggestions import MIN_SIMILARITY
 from sglang_jax.errors import ParameterError, RequestError, cut, quote
 from sglang_jax.server.error_shapes import error_body
 
@@ -32,6 +34,9 @@ kernel would send a reset, and the client would lose the answer."""
 
 MAX_LINGERED_BYTES = 4 * 2**20
 """Maximum bytes of a refused body that are read and discarded."""
+
+MAX_COMPARED_CHARACTERS = 100
+"""Maximum characters of an unknown path that is compared with the routes."""
 
 INSTEAD = {
     "/v1/files": "start the server with --files-dir, or run `sglang-jax batch` on a file",
@@ -276,14 +281,24 @@ def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str | No
     return ParameterError(f"{path}: {first['msg']}{several}, got {quote(value)}{more}", param=path)
 
 
-def _no_route(method: str, path: str) -> str:
+def _no_route(request: Request) -> str:
+    path = request.url.path
     wanted = path.rstrip("/")
-    hint = next((use for route, use in INSTEAD.items() if f"{wanted}/".startswith(f"{route}/")), "GET /docs lists them")
-    return f"there is no route {method} {cut(path)}: {hint}"
+    hint = next((use for route, use in INSTEAD.items() if f"{wanted}/".startswith(f"{route}/")), None)
+    return f"there is no route {request.method} {cut(path)}: {hint or _nearest(request.app.state.routes, wanted)}"
+
+
+def _nearest(methods: Mapping[str, str], wanted: str) -> str:
+    """Names the most similar route, if one is similar and the path is short enough to compare. `methods`: the method of
+    each route, by its path."""
+    if len(wanted) <= MAX_COMPARED_CHARACTERS:
+        for path in difflib.get_close_matches(wanted, methods, n=1, cutoff=MIN_SIMILARITY):
+            return f"did you mean {methods[path]} {path}? GET /docs lists all"
+    return "GET /docs lists them"
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes every error of a request an error object."""
+    """Makes every error of a request an error object. `app.state.routes`: the method of each route, by its path."""
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -296,11 +311,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        reasons = {
-            404: ("not_found", _no_route(request.method, request.url.path)),
-            405: ("method_not_allowed", f"{cut(request.url.path)} does not answer {request.method}"),
-        }
-        code, message = reasons.get(error.status_code, ("invalid_request", error.detail))
+        match error.status_code:
+            case 404:
+                code, message = "not_found", _no_route(request)
+            case 405:
+                code, message = "method_not_allowed", f"{cut(request.url.path)} does not answer {request.method}"
+            case _:
+                code, message = "invalid_request", error.detail
         refusal = RequestError(message, code=code)
         refusal.status = error.status_code
         response = error_response(refusal, request.url.path)

@@ -167,6 +167,26 @@ def test_a_flag_sets_only_its_field(field: str) -> None:
         assert config != ServerConfig()
 
 
+@pytest.mark.parametrize(
+    ("words", "model", "names"),
+    [
+        ("m --served-model-name a b --port 1", "m", ("a", "b")),
+        ("--served_model_name a b --model-path m", "m", ("a", "b")),
+        ("--served-model-name a m", "m", ("a",)),
+        ("--port 1 --served-model-name a b m --tp 2", "m", ("a", "b")),
+        ("--served-model-name a --model m --served-model-name b", "m", ("a", "b")),
+        ("--served-model-name=a m", "m", ("a",)),
+    ],
+)
+def test_the_model_may_have_several_names(
+    monkeypatch: pytest.MonkeyPatch, words: str, model: str, names: tuple[str, ...]
+) -> None:
+    served: list[ServerConfig] = []
+    monkeypatch.setattr("sglang_jax.server.serve.run", lambda config: served.append(config) or 0)
+    assert run(serve, "serve", words.split()) == 0
+    assert (served[0].model_path, served[0].model_names) == (model, names)
+
+
 def test_help_shows_description_default_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(serve, "serve", ["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # help texts wrap at hyphens too
