@@ -21,6 +21,8 @@ from helpers.scheduling import Bench
 from prometheus_client.metrics_core import Metric
 
 from sglang_jax import Engine, SamplingParams, errors
+from sglang_jax.batch.served import record as batch_record
+from sglang_jax.batch.served.routes import serve_batches
 from sglang_jax.cli.main import cli
 from sglang_jax.cli.options import flag_name
 from sglang_jax.config import EngineConfig, ServerConfig
@@ -107,7 +109,8 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> ServerContext:
 
 @pytest.fixture(scope="module")
 def app(context: ServerContext) -> FastAPI:
-    return create_app(context)
+    assert context.files is not None
+    return create_app(context, serve_batches(context, context.files))
 
 
 def section(page: str, heading: str) -> str:
@@ -207,7 +210,7 @@ def test_ignored_fields_are_listed() -> None:
 
 def error_codes() -> Iterator[tuple[int, str]]:
     """Status and code of every error class, and codes given where an error is raised."""
-    for module in (errors, server_errors):
+    for module in (errors, server_errors, batch_record):
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, errors.RequestError):
                 yield value.status, value.code

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp
@@ -30,19 +31,18 @@ from sglang_jax.server.request_body import BodyLimit
 from sglang_jax.server.responses import responses_router
 
 
-class Service(Protocol):
-    """Work that a server does in addition to answering requests. `router`: its routes."""
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Work that a server does in addition to answering requests, and its routes.
 
-    @property
-    def router(self) -> APIRouter: ...
+    - `start`: starts it on the running event loop, with the routes for requests that it makes itself.
+    - `stop`: stops it at once, when the server begins to drain; `close`: the same, and waits for its end.
+    """
 
-    def start(self, app: ASGIApp) -> None:
-        """Starts its work on the running event loop. `app`: `create_routes`, for requests that it makes itself."""
-        ...
-
-    async def close(self) -> None:
-        """Stops its work. The engine still serves."""
-        ...
+    router: APIRouter
+    start: Callable[[ASGIApp], None]
+    stop: Callable[[], None]
+    close: Callable[[], Awaitable[None]]
 
 
 def create_context(

@@ -19,6 +19,9 @@ from sglang_jax.engine.types import GenerateInput, Origin, OutputDelta
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.server.errors import AdminKeyError, RateLimitError
 
+BATCHES = "batches"
+"""The flow of all lines of a caller's batches."""
+
 _CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
@@ -66,10 +69,10 @@ class TokenBucket:
         self._refill()
         self._level -= tokens
 
-    def seconds_to_wait(self) -> float:
-        """Seconds until there is a token; 0 if there is one."""
+    def seconds_to_wait(self, level: float = 1.0) -> float:
+        """Seconds until there are this many tokens; 0 if there are."""
         self._refill()
-        return max(1.0 - self._level, 0.0) * 60.0 / self.per_minute
+        return max(level - self._level, 0.0) * 60.0 / self.per_minute
 
     def _refill(self) -> None:
         now = self._clock()
@@ -96,6 +99,8 @@ class Caller:
     - `admin`: may change the server's state, and see requests of others.
     - `max_priority`: None for no limit; `running`: completions in flight.
     - `cache_secret`: separates its cached prefixes from those of others; empty if they are shared.
+    - `background`: makes the requests of its batches, which wait behind all others. `enter` does not refuse them for
+      lack of tokens, for which they have waited.
     """
 
     name: str
@@ -106,7 +111,13 @@ class Caller:
     hide_cached_tokens: bool = False
     max_files_bytes: int | None = None
     tokens: TokenBucket | None = None
+    background: bool = False
     running: int = field(default=0, init=False)
+
+    def in_background(self) -> Caller:
+        """Returns the caller of its batches: with its name, rights, part of the cache and tokens, but its own count of
+        completions in flight, so that they take none from its other requests."""
+        return replace(self, background=True)
 
     def enter(self, prompts: Sequence[GenerateInput]) -> int:
         """Counts prompts as in flight, and returns their number of completions, for `leave`. Raises `ParameterError`
@@ -118,12 +129,17 @@ class Caller:
                     param="priority",
                 )
         count = sum(prompt.sampling.n for prompt in prompts)
+        if self.background and self.max_concurrent is not None and count > self.max_concurrent:
+            raise ParameterError(
+                f"this key may have {self.max_concurrent} completions in flight, and one request asks for {count}",
+                param="n",
+            )
         if self.max_concurrent is not None and self.running + count > self.max_concurrent:
             raise RateLimitError(
                 f"this key may have {self.max_concurrent} completions in flight; it has {self.running}, and requested "
                 f"{count} more"
             )
-        wait = 0.0 if self.tokens is None else self.tokens.seconds_to_wait()
+        wait = 0.0 if self.tokens is None or self.background else self.tokens.seconds_to_wait()
         if self.tokens is not None and wait > 0.0:
             raise RateLimitError(
                 f"this key may use {self.tokens.per_minute} tokens per minute, which are used up; try again "
@@ -144,6 +160,8 @@ class Caller:
         """Returns the origin of the request with this id: the caller is its tenant, and the request its flow. Operators
         may claim others."""
         flow = claimed.flow if self.admin and claimed.flow else request_id
+        if self.background:
+            flow = BATCHES  # one client request, which leaves some rows to others
         return Origin(self.tenant(claimed.tenant), flow, self.cache_secret)
 
 
@@ -206,6 +224,11 @@ class Callers:
     def asks_for_a_key(self) -> bool:
         """Whether all requests need a key."""
         return self._anybody is None
+
+    def named(self, name: str) -> Caller | None:
+        """Returns the caller of this name; None if it has no key any more."""
+        known = [*self._by_digest.values(), *([self._anybody] if self._anybody else [])]
+        return next((caller for caller in known if caller.name == name), None)
 
     def find(self, authorization: str) -> Caller | None:
         """Returns the caller of this header (`Bearer KEY`, RFC 6750, section 2.1); None if it is to be refused."""

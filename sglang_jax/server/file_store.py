@@ -201,6 +201,11 @@ class FileStore:
     def has(self, file_id: str) -> bool:
         return file_id in self._files
 
+    def path_of(self, file_id: str) -> Path | None:
+        """Returns the content of a file that is in use; None if it is lost."""
+        file = self._files.get(file_id)
+        return None if file is None else self.content(file)
+
     def use(self, file_id: str) -> None:
         """Keeps a file from being deleted or expiring, until `unuse`."""
         self._users[file_id] += 1
@@ -213,6 +218,18 @@ class FileStore:
         await asyncio.to_thread(self._store, path, file)
         self.space.hold(file.owner, _counted(file) - counted)
         self._files[file.id] = file
+
+    async def adopt_once(self, path: Path, file: StoredFile, *, counted: int) -> bool:
+        """Like `adopt`, but a file without content is not kept, and one that was adopted already stays. Returns whether
+        the file exists. Raises `StorageError`."""
+        if self.has(file.id):
+            return True
+        if path.exists() and path.stat().st_size:
+            await self.adopt(path, file, counted=counted)
+            return True
+        path.unlink(missing_ok=True)
+        self.space.hold(file.owner, -counted)
+        return False
 
     async def delete(self, file: StoredFile) -> None:
         """Raises `FileInUseError`, `StorageError`."""

@@ -84,9 +84,16 @@ class DrainingServer(uvicorn.Server):
     error event if their stream has started. A third signal, or `LAST_ANSWER_SECONDS` later, drops connections.
     """
 
-    def __init__(self, config: uvicorn.Config, context: ServerContext, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        context: ServerContext,
+        on_ready: Callable[[], None],
+        service: Service | None = None,
+    ) -> None:
         super().__init__(config)
         self._context = context
+        self._service = service
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
@@ -115,6 +122,8 @@ class DrainingServer(uvicorn.Server):
 
     def _drain(self) -> None:
         seconds = self._context.config.drain_timeout
+        if self._service is not None:
+            self._service.stop()
         if not self._context.in_flight:
             logger.info("Stopping")
         else:
@@ -210,7 +219,7 @@ async def _serve(
             service = make_service(context, files)
         uvicorn_config = http_config(context, service)
         url = _url(config.host, listener.getsockname()[1])
-        server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
+        server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin), service)
         with frozen_heap():
             listen(listener)
             await server.serve(sockets=listening_sockets(listener))

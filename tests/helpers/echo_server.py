@@ -16,6 +16,7 @@ import uvicorn
 from helpers.engine_fakes import load_echo, load_tokenizer
 from uvicorn.loops.auto import auto_loop_factory
 
+from sglang_jax.batch.served.routes import serve_batches
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
@@ -122,11 +123,14 @@ def serve_echo(
             engine = await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
         with open_files(config) as files:
             context = create_context(engine, config, files=files)
-            server = uvicorn.Server(http_config(context))
+            service = None if files is None else serve_batches(context, files)
+            server = uvicorn.Server(http_config(context, service))
             servers.append(server)
             running.append(EchoServer(port, http, context, engine, asyncio.get_running_loop()))
             ready.set()
             await server.serve(sockets=[listener])
+            if service is not None:
+                await service.close()
         await engine.close()
 
     def run() -> None:
