@@ -83,11 +83,13 @@ class Origin:
     - `tenant`: the client. Queued tenants take turns.
     - `flow`: which of the tenant's calls a prompt belongs to. The calls of a tenant take turns, too.
     - `cache_secret`: separates the tenant's cached prefixes from those of others; empty if they are shared.
+    - `background`: its requests get only rows and pages that no other request waits for.
     """
 
     tenant: str = ""
     flow: str = ""
     cache_secret: bytes = b""
+    background: bool = False
 
     def namespace(self, extra_key: str | None) -> str | None:
         """Returns the part of the prefix cache for requests with this `extra_key`; None for the common part."""

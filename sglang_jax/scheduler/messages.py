@@ -47,6 +47,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     - `tenant`, `flow`: its tenant, and the client request that it is part of; both share fairly, see `FairQueue`.
       Requests with an empty name share one.
     - `arrival`: `time.monotonic()` of the client.
+    - `background`: it gets only what no other request waits for, see `Background`.
     - `shared_len`: length of a prefix that other prompts probably share, such as a system message, in tokens.
     """
 
@@ -63,6 +64,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     arrival: float = 0.0
     session: SessionTurn | None = None
     shared_len: int = 0
+    background: bool = False
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):

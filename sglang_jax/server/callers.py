@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,12 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The tenant and the flow that a request's headers name: a server in front of this one sends them for its own
-    clients. Empty if it names none."""
+    """The tenant and the flow that a request's headers name, and whether it is in the background: a server in front of
+    this one sends them for its own clients. Empty if it names none."""
 
     tenant: str = ""
     flow: str = ""
+    background: bool = False
 
 
 NO_CLAIM = Claim()
@@ -162,7 +163,8 @@ class Caller:
         flow = claimed.flow if self.admin and claimed.flow else request_id
         if self.background:
             flow = BATCHES  # one client request, which leaves some rows to others
-        return Origin(self.tenant(claimed.tenant), flow, self.cache_secret)
+        background = self.background or (self.admin and claimed.background)
+        return Origin(self.tenant(claimed.tenant), flow, self.cache_secret, background)
 
 
 class Usage:

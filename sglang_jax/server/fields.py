@@ -194,6 +194,9 @@ separately, to those behind it. Ignored from non-operators."""
 SHARED_LENGTH_HEADER = "x-shared-length"
 """The header with the number of first tokens that other prompts probably share, from a server to those behind it."""
 
+BACKGROUND_HEADER = "x-background"
+"""The header that marks a request of a batch with 1, from a server to those behind it. Ignored from non-operators."""
+
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -253,7 +256,8 @@ def routing_key(field: str | None, headers: Headers) -> str | None:
 
 
 def claim_of(headers: Headers) -> Claim:
-    return Claim(_name_in(headers, TENANT_HEADER), _name_in(headers, CLIENT_REQUEST_HEADER))
+    in_background = headers.get(BACKGROUND_HEADER) == "1"
+    return Claim(_name_in(headers, TENANT_HEADER), _name_in(headers, CLIENT_REQUEST_HEADER), in_background)
 
 
 def _name_in(headers: Headers, name: str) -> str:

@@ -99,7 +99,7 @@ class BodyLimit:
             )
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        if (scope["method"], scope["path"]) in self._streamed:
+        if self._streamed and (scope["method"], scope["path"]) in self._streamed:
             await self._app(scope, receive, send)
             return
         share = _Share(caller_name())

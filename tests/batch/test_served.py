@@ -211,6 +211,7 @@ def test_lines_are_those_of_their_key(keyed: EchoServer) -> None:
     bob.completions.create(model="default", prompt="prompt 0", max_tokens=1)
     lines = [one for one in keyed.seen() if one["tenant"] == "bob"]
     assert len(lines) == 6
+    assert [one["background"] for one in lines] == [True] * 5 + [False]
     assert len({one["extra_key"] for one in lines}) == 1
     assert lines[0]["extra_key"]
     usage = lines_of(bob, batch.output_file_id)[0]["response"]["body"]["usage"]
