@@ -94,6 +94,7 @@ INSTALLED = ("pyproject.toml", "requirements", "Dockerfile", "tests/package_tria
 
 PROOFS = (
     target("ray-test", *HOST, *RAY_TESTS, "pyproject.toml"),
+    target("client-test", *HOST, "tests/clients", "pyproject.toml"),
     target("package-test", *PRODUCT, "tpu", *INSTALLED),
     target("docs", "docs", "README.md", "CHANGELOG.md", "mkdocs.yml", "pyproject.toml", *HOST),
     target("soak-server", *PRODUCT, *SOAK_SERVER),
