@@ -112,6 +112,7 @@ PROOFS = (
     smoke("replicas", "routing sleep", HOST),
     smoke("stream_host", "--seconds 1", HOST),
     smoke("abuse", "--malformed 200", HOST),
+    smoke("agent_conversation", "--turns 12"),
     smoke("constrained", "--rows 1 8 --turns 1"),
     smoke("busy_cpu", "--turns 1"),
     smoke("decode_cpu", "--batch 1 8"),
