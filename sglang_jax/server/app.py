@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import EngineClient
-from sglang_jax.server import control, management
+from sglang_jax.server import control, management, ollama_models
 from sglang_jax.server.anthropic_messages import messages_router
 from sglang_jax.server.auth import ApiKeyMiddleware, HeadAsGet, WithoutTrailingSlash
 from sglang_jax.server.callers import Callers
@@ -17,6 +17,7 @@ from sglang_jax.server.json_body import LongWork
 from sglang_jax.server.loads import loads_router
 from sglang_jax.server.metrics import ServerMetrics, metrics_router
 from sglang_jax.server.native import native_router, sessions_router
+from sglang_jax.server.ollama_replies import ollama_router
 from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
 from sglang_jax.server.openapi import DescribedApp
@@ -43,6 +44,8 @@ def create_app(context: ServerContext) -> FastAPI:
         completions_router(context),
         chat_router(context, conversations),
         messages_router(context, conversations),
+        ollama_router(context, conversations),
+        ollama_models.models_router(context, conversations),
         sessions_router(context),
         management.models_router(context),
         management.health_router(context),

@@ -268,7 +268,7 @@ def test_unknown_routes_and_methods_are_refused(server: EchoServer) -> None:
     [
         ("/v1/responses", "POST /v1/chat/completions"),
         ("/v1/responses/resp_1", "POST /v1/chat/completions"),
-        ("/api/chat", "POST /v1/chat/completions"),
+        ("/api/pull", "clients cannot change it"),
         ("/chat/completions", "POST /v1/chat/completions"),
         ("/completions", "POST /v1/completions"),
         ("/v1/files", "sglang-jax batch"),
