@@ -35,7 +35,7 @@ from sglang_jax.batch.source import JsonLines
 from sglang_jax.batch.work_queue import WorkQueue
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.lookahead import Lookahead
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, Origin, OutputDelta
 from sglang_jax.scheduler.messages import SchedulerStats
 from sglang_jax.server.app import create_app, create_context
 
@@ -83,10 +83,10 @@ class InstantClient:
     alive = True
     max_running_requests = ROWS
 
-    async def encode(self, text: str, **more: Any) -> list[int]:
+    async def encode(self, text: str, origin: Origin, **more: Any) -> list[int]:
         return self.tokenizer.encode(text)
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
+    async def generate(self, request: GenerateInput, origin: Origin) -> AsyncGenerator[OutputDelta, None]:
         await asyncio.sleep(0)
         text, ids = ANSWER.decode(), list(range(64))
         yield OutputDelta(

@@ -51,7 +51,7 @@ from sglang_jax.engine.engine import Engine
 from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.single_link import SingleLink
-from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta
+from sglang_jax.engine.types import SCRIPT, GenerateInput, ModelInfo, OutputDelta, TokenizedRequest
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import (
     AbortRequest,
@@ -141,7 +141,9 @@ def step_message(ids: Sequence[int], tokens: int, first: int) -> StepOutputs:
 def completion(length: int) -> Completion:
     """An output with this many tokens, all of them read."""
     text = OutputText(WordTokenizer().stream_decoder(), (), frozenset({0}))
-    made = Completion(RequestOutputs(GenerateInput(prompt=[1], stream=True)), index=0, prompt_tokens=1, text=text)
+    asked = GenerateInput(prompt=[1], stream=True)
+    request = TokenizedRequest(asked, "one", np.array([1], np.int32), asked.sampling, SCRIPT, None, None)
+    made = Completion(RequestOutputs(request), index=0, prompt_tokens=1, text=text)
     for token in range(length):
         made.push(1 + token % 999)
     made.take()

@@ -12,7 +12,7 @@ import click
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name, one_model, option_by_all_names, read_config_file, with_dashes
-from sglang_jax.cli.serve import serve
+from sglang_jax.cli.serve import ServeCommand, serve
 from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment, WeightQuantization
 from sglang_jax.engine.placement import Placement, separate_slice
 from sglang_jax.errors import ConfigError
@@ -73,6 +73,7 @@ def launch(
     server_options: Sequence[str],
 ) -> int:
     """Start the server for MODEL with options that suit this TPU. Server options that follow take precedence."""
+    server_options = _with_one_name_per_flag(server_options)
     by_flag = context.get_parameter_source("model_path") is click.core.ParameterSource.COMMANDLINE
     model = one_model(model_among(server_options), model_path if by_flag else None) or model_path or "demo"
     machine = detect_machine(TpuEnvironment())
@@ -123,8 +124,17 @@ def quantization_among(server_options: Sequence[str], from_file: Mapping[str, ob
     return known.get(value_named("WeightQuantization", str(named)), WeightQuantization.AUTO)
 
 
+def _with_one_name_per_flag(server_options: Sequence[str]) -> list[str]:
+    assert isinstance(serve, ServeCommand)
+    return serve.with_one_name_per_flag(_context_of_server(), server_options)
+
+
+def _context_of_server() -> click.Context:
+    return click.Context(serve, token_normalize_func=with_dashes)
+
+
 def _values_of(server_options: Sequence[str]) -> dict[str, object]:
-    context = click.Context(serve, token_normalize_func=with_dashes)
+    context = _context_of_server()
     values, _, _ = serve.make_parser(context).parse_args(args=list(server_options))
     return dict(values)
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import click
 from msgspec import Raw
@@ -155,7 +156,7 @@ def server_config(batch: BatchConfig, engine: EngineConfig) -> ServerConfig:
             f"--max-queued-requests ({engine.max_queued_requests}) is not supported by batch, which never "
             "queues lines in an engine: remove it"
         )
-    names = {"served_model_name": batch.served_model_name, "chat_template": batch.chat_template}
+    names: dict[str, Any] = {"served_model_name": batch.served_model_name, "chat_template": batch.chat_template}
     return ServerConfig(**engine.model_dump(), **names, log_level=batch.log_level)
 
 
@@ -189,6 +190,7 @@ def body_defaults(batch: BatchConfig) -> dict[str, Raw]:
 
 def shaping_options(batch: BatchConfig, config: ServerConfig) -> dict[str, OptionValue]:
     values = config.model_dump(mode="json", include=set(SHAPING_OPTIONS))
+    values["served_model_name"] = batch.served_model_name
     errors = str(batch.errors.resolve())
     return {**values, "defaults": batch.defaults, "ordered": batch.ordered, "error_file": errors}
 

@@ -84,7 +84,7 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
             given: dict[str, dict[str, Any]] = {keyword: {} for keyword in models}
             for field, keyword in owners.items():
                 value = parameters.pop(field)
-                if value is not None:
+                if value is not None and value != ():  # nothing was given
                     given[keyword][field] = value
                 elif field in file_values:
                     given[keyword][field] = file_values[field]
@@ -154,7 +154,9 @@ def _option(name: str, model: type[BaseModel], other_names: Sequence[str] = ()) 
     help_text = fields_as_flags(field.description or "", model) + _default_text(field)
     if kind is bool:
         return click.option(*names, cls=_FieldOption, is_flag=True, default=None, help=help_text)
-    return click.option(*names, cls=_FieldOption, type=_parameter_type(kind), default=None, help=help_text)
+    several = typing.get_origin(kind) is tuple
+    word = _parameter_type(typing.get_args(kind)[0] if several else kind)
+    return click.option(*names, cls=_FieldOption, type=word, multiple=several, default=None, help=help_text)
 
 
 class _FieldOption(click.Option):
@@ -280,7 +282,7 @@ def _plain_type(annotation: Any) -> Any:
 
 def _default_text(field: FieldInfo) -> str:
     """Returns the help text of a default. None depends on the model or device, and the description explains it."""
-    if field.default is PydanticUndefined or field.default is None or isinstance(field.default, bool):
+    if field.default in (PydanticUndefined, None, ()) or isinstance(field.default, bool):
         return ""
     return f"  [default: {field.default}]"
 

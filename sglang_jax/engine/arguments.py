@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.config.suggestions import did_you_mean, value_not_implemented
 from sglang_jax.engine.items import Prompt, RequestOptions
-from sglang_jax.engine.types import GenerateInput
+from sglang_jax.engine.types import GenerateInput, SessionTurnInput
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.spellings import NEEDLESS, REFUSED, SAMPLING_FIELDS, canonical
@@ -72,15 +72,17 @@ def _canonical_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def template_of(request: Mapping[str, Any], *, stream: bool = False) -> GenerateInput:
+def template_of(
+    request: Mapping[str, Any], *, stream: bool = False, session: SessionTurnInput | None = None
+) -> GenerateInput:
     """Returns a request with the fields that all requests of a call share. Raises `TypeError` for an unknown field."""
     for name in request:
-        if name not in GenerateInput.__dataclass_fields__:
+        if name not in RequestOptions.__annotations__:
             sampling = SAMPLING_FIELDS.get(name, name)
             if sampling in SamplingParams.__dataclass_fields__:
                 raise TypeError(f"{name} is not an argument: give sampling_params=SamplingParams({sampling}=...)")
             raise TypeError(f"there is no argument {name!r}; there are {', '.join(RequestOptions.__annotations__)}")
-    return GenerateInput(prompt="", stream=stream, **request)
+    return GenerateInput(prompt="", stream=stream, session=session, **request)
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

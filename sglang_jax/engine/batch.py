@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 
-from sglang_jax.engine.cumulative import CumulativeOutputs, finished_outputs, with_request_id
+from sglang_jax.engine.cumulative import CumulativeOutputs, finished_outputs
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
 
 FLIGHTS_PER_ROW = 4
@@ -16,6 +16,8 @@ FLIGHTS_PER_ROW = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
+    """Requests, which have ids, and their client."""
+
     client: EngineClient
     requests: Sequence[GenerateInput]
     max_in_flight: int
@@ -103,8 +105,8 @@ class BatchStream:
             await self._ready.put(_End())
 
     async def _run_one(self, position: int, offset: int) -> None:
-        request, request_id = with_request_id(self._batch.requests[position])
-        outputs = CumulativeOutputs(request_id, offset)
+        request = self._batch.requests[position]
+        outputs = CumulativeOutputs.of(request, offset)
         async with aclosing(self._batch.client.generate(request)) as deltas:
             async for delta in deltas:
                 await self._ready.put(outputs.add_good(delta))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 
 from sglang_jax.engine import validation
 from sglang_jax.engine.detokenizer import HiddenStops, OutputText, SpecialNames
@@ -12,17 +11,20 @@ from sglang_jax.engine.link import Links, RoutedRequest
 from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.prompt_reader import PromptReader
 from sglang_jax.engine.types import (
+    SCRIPT,
     FinishKind,
     FinishReason,
     GenerateInput,
     ModelInfo,
+    Origin,
     OutputDelta,
     ReplicaLoad,
     TextTokenizer,
+    TokenizedRequest,
 )
 from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, quote
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.scheduler.messages import Command, Result, SchedulerStats
+from sglang_jax.scheduler.messages import Command, Result, SchedulerStats, SessionTurn
 
 
 class AsyncEngineClient:
@@ -40,22 +42,15 @@ class AsyncEngineClient:
         return self._tokenizer
 
     async def encode(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool = True,
-        max_tokens: int,
-        param: str = "prompt",
-        tenant: str = "",
-        flow: str = "",
+        self, text: str, origin: Origin, *, add_special_tokens: bool, max_tokens: int, param: str
     ) -> list[int]:
         return await self._reader.encode(
             text,
+            origin,
+            self.model_info.context_length,
             add_special_tokens=add_special_tokens,
             max_tokens=max_tokens,
             param=param,
-            tenant=tenant,
-            flow=flow,
         )
 
     @property
@@ -78,12 +73,13 @@ class AsyncEngineClient:
     def stats(self) -> SchedulerStats:
         return self.links.stats
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
+    async def generate(self, request: GenerateInput, origin: Origin = SCRIPT) -> AsyncGenerator[OutputDelta, None]:
         """See `EngineClient.generate`. With replicas, also raises `ReplicaLostError`."""
         validation.check_input(request, self.model_info)
-        routed = self._register(self.links.admit(request))
+        sampling = self.links.admit(request.sampling)
+        request_id, routed = self._register(request.request_id)
         try:
-            await self._read_prompt(routed)
+            routed.request = await self._tokenized(request, request_id, sampling, origin)
             while (link := await self.links.choose(routed)) is not None:
                 outputs = self._outputs(routed.request)
                 routed.link, routed.outputs = link, outputs
@@ -108,7 +104,7 @@ class AsyncEngineClient:
             for delta in _aborted(routed.request):
                 yield delta
         finally:
-            del self._requests[routed.request.request_id or ""]
+            del self._requests[request_id]
 
     def abort(self, request_id: str) -> None:
         if request_id in self._requests:
@@ -137,30 +133,35 @@ class AsyncEngineClient:
         await self.links.close(drain=drain)
         self._reader.close()
 
-    def _register(self, request: GenerateInput) -> RoutedRequest:
-        request_id = uuid.uuid4().hex if request.request_id is None else request.request_id
+    def _register(self, chosen: str | None) -> tuple[str, RoutedRequest]:
+        """Returns the id of a request, generated if the client chose none, and its state. Raises `ParameterError`."""
+        request_id = uuid.uuid4().hex if chosen is None else chosen
         if request_id in self._requests:
             raise ParameterError(
                 f"request_id {quote(request_id)} belongs to a request that is still running", param="request_id"
             )
-        routed = self._requests[request_id] = RoutedRequest(replace(request, request_id=request_id))
-        return routed
+        routed = self._requests[request_id] = RoutedRequest()
+        return request_id, routed
 
-    async def _read_prompt(self, routed: RoutedRequest) -> None:
-        prompt = await self._reader.token_ids(routed.request, self.model_info)
-        session = routed.request.session
-        if session is not None and session.opening is None:
-            session = replace(session, opening=self._reader.opening)
-        routed.request = replace(routed.request, prompt=prompt, session=session)
+    async def _tokenized(
+        self, request: GenerateInput, request_id: str, sampling: SamplingParams, origin: Origin
+    ) -> TokenizedRequest:
+        token_ids = await self._reader.token_ids(request, origin, request_id, self.model_info)
+        turn, session = request.session, None
+        if turn is not None:
+            opening = self._reader.opening if turn.opening is None else turn.opening
+            name = turn.name or request_id
+            session = SessionTurn(turn.session_id, origin.tenant, name, turn.after, opening, turn.whole)
+        namespace = origin.namespace(request.extra_key)
+        return TokenizedRequest(request, request_id, token_ids, sampling, origin, namespace, session)
 
-    def _outputs(self, request: GenerateInput) -> RequestOutputs:
+    def _outputs(self, request: TokenizedRequest) -> RequestOutputs:
         outputs = RequestOutputs(request)
         outputs.completions = [self._completion(outputs, index) for index in range(request.sampling.n)]
         return outputs
 
     def _completion(self, outputs: RequestOutputs, index: int) -> Completion:
-        request = outputs.request
-        sampling = request.sampling
+        request, sampling = outputs.request.input, outputs.request.sampling
         text = OutputText(
             self._tokenizer.stream_decoder(
                 sampling.skip_special_tokens, continues_text=request.continues_text, markers=request.markers
@@ -172,7 +173,7 @@ class AsyncEngineClient:
             unsearched=sampling.min_new_tokens,
             hidden=self._hidden_stops(sampling),
         )
-        return Completion(outputs, index=index, prompt_tokens=len(request.prompt), text=text)
+        return Completion(outputs, index=index, prompt_tokens=len(outputs.request.token_ids), text=text)
 
     def _hidden_stops(self, sampling: SamplingParams) -> HiddenStops:
         """The special tokens that stop strings name, if their text is hidden."""
@@ -183,13 +184,13 @@ class AsyncEngineClient:
         return self._special_names.hidden_in(sampling.stop)
 
 
-def _aborted(request: GenerateInput) -> Sequence[OutputDelta]:
+def _aborted(request: TokenizedRequest) -> Sequence[OutputDelta]:
     return [
         OutputDelta(
             index=index,
             text="",
             token_ids=[],
-            prompt_tokens=len(request.prompt),
+            prompt_tokens=len(request.token_ids),
             completion_tokens=0,
             cached_tokens=0,
             finish=FinishReason(FinishKind.ABORT),

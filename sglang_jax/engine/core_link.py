@@ -16,7 +16,7 @@ import numpy as np
 from sglang_jax.engine import validation
 from sglang_jax.engine.channel import ClientChannel, Published, Ready, Stopped
 from sglang_jax.engine.output import Completion, RequestOutputs, request_error
-from sglang_jax.engine.types import GenerateInput, ModelInfo
+from sglang_jax.engine.types import ModelInfo
 from sglang_jax.engine.watchdog import Watchdog
 from sglang_jax.errors import EngineDeadError, UnreadError
 from sglang_jax.runner.pulse import Pulse
@@ -28,7 +28,6 @@ from sglang_jax.scheduler.messages import (
     Reply,
     Result,
     SchedulerStats,
-    SessionTurn,
     Shutdown,
     StepOutputs,
     StopRequest,
@@ -145,12 +144,12 @@ class CoreLink:
     def submit(self, outputs: RequestOutputs) -> None:
         self.check_alive()
         self._requests.add(outputs)
-        request = outputs.request
-        assert isinstance(request.prompt, np.ndarray)
-        room = self.model_info.context_length - len(request.prompt)
-        token_ids, arrival = request.prompt.tobytes(), time.monotonic()
+        tokenized = outputs.request
+        request, origin = tokenized.input, tokenized.origin
+        room = self.model_info.context_length - len(tokenized.token_ids)
+        token_ids, arrival = tokenized.token_ids.tobytes(), time.monotonic()
         logprob_start = request.logprob_start_len if request.return_logprob else -1
-        for completion, sampling in zip(outputs.completions, validation.expand(request.sampling, room), strict=True):
+        for completion, sampling in zip(outputs.completions, validation.expand(tokenized.sampling, room), strict=True):
             completion.wire_id = next(self._numbers)
             self._completions[completion.wire_id] = completion
             self._channel.send(
@@ -158,27 +157,20 @@ class CoreLink:
                     id=completion.wire_id,
                     token_ids=token_ids,
                     sampling=sampling,
-                    stream=request.stream or bool(request.sampling.stop),
+                    stream=request.stream or bool(tokenized.sampling.stop),
                     top_logprobs=request.top_logprobs_num if request.return_logprob else -1,
                     logprob_start=logprob_start,
-                    extra_key=request.extra_key,
+                    extra_key=tokenized.namespace,
                     priority=request.priority,
-                    tenant=request.tenant,
-                    flow=request.flow,
+                    tenant=origin.tenant,
+                    flow=origin.flow,
                     arrival=arrival,
-                    session=self._session_turn(request),
+                    session=tokenized.session,
                     shared_len=request.shared_len,
+                    background=origin.background,
                 )
             )
             logprob_start = -1  # the completions share the prompt's logprobs
-
-    def _session_turn(self, request: GenerateInput) -> SessionTurn | None:
-        turn = request.session
-        if turn is None:
-            return None
-        assert turn.opening is not None
-        name = turn.name or request.request_id or ""
-        return SessionTurn(turn.session_id, request.tenant, name, turn.after, turn.opening)
 
     def abort(self, outputs: RequestOutputs) -> None:
         for completion in outputs.completions:
@@ -340,7 +332,7 @@ class CoreLink:
                 if completion.finish is not None:
                     del completions[wire_id]
                 self._send_if_alive(StopRequest(wire_id, completion.num_tokens))
-            elif completion.outputs.request.stream:
+            elif completion.outputs.stream:
                 completion.outputs.wake()
         for finished in step.finished:
             completion = completions.pop(finished.id, None)

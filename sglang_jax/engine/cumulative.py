@@ -3,9 +3,7 @@ assembled only here, so that no other path pays for it."""
 
 from __future__ import annotations
 
-import uuid
 from contextlib import aclosing
-from dataclasses import replace
 
 from sglang_jax.engine.output_buffer import OutputBuffer
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput, OutputDelta, TokenLogprob
@@ -19,6 +17,12 @@ class CumulativeOutputs:
         self._first_index = first_index
         self._buffers: dict[int, OutputBuffer] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprob] | None] = {}
+
+    @classmethod
+    def of(cls, request: GenerateInput, first_index: int = 0) -> CumulativeOutputs:
+        """The outputs of a request that has an id."""
+        assert request.request_id is not None
+        return cls(request.request_id, first_index)
 
     def add(self, delta: OutputDelta) -> GenerateOutput:
         """Adds a delta and returns its output. Outputs returned earlier do not change."""
@@ -49,17 +53,10 @@ class CumulativeOutputs:
         return self.add(delta)
 
 
-def with_request_id(request: GenerateInput) -> tuple[GenerateInput, str]:
-    if request.request_id is not None:
-        return request, request.request_id
-    request_id = uuid.uuid4().hex
-    return replace(request, request_id=request_id), request_id
-
-
 async def finished_outputs(client: EngineClient, request: GenerateInput, first_index: int = 0) -> list[GenerateOutput]:
-    """Returns the outputs, in order, of a request that does not stream. Raises the error of one that failed."""
-    request, request_id = with_request_id(request)
-    outputs = CumulativeOutputs(request_id, first_index)
+    """Returns the outputs, in order, of a request that does not stream and has an id. Raises the error of one that
+    failed."""
+    outputs = CumulativeOutputs.of(request, first_index)
     async with aclosing(client.generate(request)) as deltas:
         finished = [outputs.add_good(delta) async for delta in deltas]
     return sorted(finished, key=lambda output: output.index)

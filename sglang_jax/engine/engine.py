@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,15 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.arguments import engine_config, is_single, template_of
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch, BatchStream
 from sglang_jax.engine.item_stream import BatchResult, Item, ItemStream, StreamLimits
-from sglang_jax.engine.items import ItemConverter, Prompt, RequestOptions, Sampling, chat_ids, complete_sampling
+from sglang_jax.engine.items import (
+    ItemConverter,
+    Prompt,
+    RequestOptions,
+    Sampling,
+    chat_ids,
+    complete_sampling,
+    request_of,
+)
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.loop_thread import LoopThread
@@ -374,10 +381,7 @@ class Engine:
         single = is_single(prompts)
         each: Sequence[Any] = [prompts] if single else prompts
         sampling = _sampling_of_each(sampling_params, len(each), self.model_info.generation_defaults)
-        requests = [
-            dataclasses.replace(template, prompt=prompt, sampling=params)
-            for prompt, params in zip(each, sampling, strict=True)
-        ]
+        requests = [request_of(template, prompt, params) for prompt, params in zip(each, sampling, strict=True)]
         return single and requests[0].sampling.n == 1, Batch(self._client, requests, self._max_in_flight())
 
     def _max_in_flight(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -46,6 +47,11 @@ def complete_sampling(sampling: Sampling, defaults: GenerationDefaults) -> Sampl
     return with_defaults(_with_grammar(sampling), defaults)
 
 
+def request_of(template: GenerateInput, prompt: Prompt, sampling: SamplingParams, **changes: Any) -> GenerateInput:
+    """Returns the request of one prompt, with a new id. `changes`: fields in which it differs from the template."""
+    return dataclasses.replace(template, prompt=prompt, sampling=sampling, request_id=uuid.uuid4().hex, **changes)
+
+
 def _with_grammar(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Renames the grammar's field, which has several spellings, to `grammar`. Raises `ParameterError`."""
     own = {name: value for name, value in fields.items() if name not in SPELLINGS}
@@ -84,7 +90,7 @@ class ItemConverter:
         if isinstance(item, Mapping):
             return self._of_mapping(item)
         if isinstance(item, str) or (isinstance(item, (Sequence, np.ndarray)) and not isinstance(item, bytes)):
-            return dataclasses.replace(self._template, prompt=item, sampling=self._shared)
+            return request_of(self._template, item, self._shared)
         raise ParameterError(
             f"an item must be a text, token ids, or a mapping with prompt or messages, got {type(item).__name__}"
         )
@@ -101,11 +107,11 @@ class ItemConverter:
             raise ParameterError(f"an item must have prompt or messages, got {which}", param="prompt")
         changes: dict[str, Any] = _options(item)
         if "prompt" in item:
-            changes["prompt"] = item["prompt"]
+            prompt = item["prompt"]
         else:
-            changes["prompt"] = chat_ids(self._tokenizer, item["messages"])
+            prompt = chat_ids(self._tokenizer, item["messages"])
             changes.setdefault("continues_text", False)
-        return dataclasses.replace(self._template, sampling=self._sampling(item), **changes)
+        return request_of(self._template, prompt, self._sampling(item), **changes)
 
     def _sampling(self, item: Mapping[str, Any]) -> SamplingParams:
         own = {name: item[name] for name in _SAMPLING_FIELDS if name in item}

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_jax.engine.output import RequestOutputs
-from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad
+from sglang_jax.engine.types import ModelInfo, OutputDelta, ReplicaLoad, TokenizedRequest
 from sglang_jax.errors import EngineDeadError, QueueFullError
+from sglang_jax.sampling import SamplingParams
 from sglang_jax.scheduler.messages import Command, Result, SchedulerStats
 
 
@@ -50,7 +51,7 @@ class Link(Protocol):
         ...
 
     def submit(self, outputs: RequestOutputs) -> None:
-        """Sends `outputs.request`, whose prompt is token ids, and fills `outputs`. Raises `EngineDeadError`."""
+        """Sends `outputs.request`, and fills `outputs`. Raises `EngineDeadError`."""
         ...
 
     def abort(self, outputs: RequestOutputs) -> None:
@@ -78,12 +79,12 @@ class Link(Protocol):
 class RoutedRequest:
     """A request at the front end, and its state.
 
-    - `request`: has an id, and after tokenization token ids `[tokens]` as its prompt.
+    - `request`: set once the prompt is tokenized; before that, a request can only be aborted.
     - `link`, `outputs`: the link that has the request, and its outputs there, or None; `index`: the link's number.
     - `lost`: number of cores that were lost before they started it; `full`: links whose queue had no room.
     """
 
-    request: GenerateInput
+    request: TokenizedRequest = field(init=False)
     aborted: bool = False
     link: Link | None = None
     outputs: RequestOutputs | None = None
@@ -119,8 +120,9 @@ class Links(Protocol):
     @property
     def stats(self) -> SchedulerStats: ...
 
-    def admit(self, request: GenerateInput) -> GenerateInput:
-        """Prepares a request for any link. Raises `EngineDeadError` if no link will ever take it."""
+    def admit(self, sampling: SamplingParams) -> SamplingParams:
+        """Counts a request as arrived, and returns its sampling parameters for any link. Raises `EngineDeadError` if no
+        link will ever take it."""
         ...
 
     async def choose(self, routed: RoutedRequest) -> Link | None:

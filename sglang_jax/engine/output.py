@@ -11,7 +11,7 @@ import numpy as np
 from sglang_jax import errors
 from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.packed_logprobs import PackedLogprob, PackedLogprobs, pack, unpack
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
+from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenizedRequest, TokenLogprob
 from sglang_jax.errors import RequestError
 from sglang_jax.scheduler.messages import DraftCounts, Finished, WireError, WireLogprob
 
@@ -133,7 +133,7 @@ class Completion:
             self.outputs.add_prompt_logprobs(delta.prompt_logprobs)
         if delta.finish is not None:
             self._finish(delta.finish)
-        elif self.outputs.request.stream:
+        elif self.outputs.stream:
             self.outputs.wake()
 
     def end(self, message: Finished) -> None:
@@ -176,7 +176,7 @@ class Completion:
 
     @property
     def unread_bytes(self) -> int:
-        each = logprob_bytes(self.outputs.request)
+        each = logprob_bytes(self.outputs.request.input)
         return TOKEN_BYTES * len(self._new_tokens) + each * len(self._new_logprobs)
 
     def forget(self) -> None:
@@ -186,8 +186,8 @@ class Completion:
         """Returns the output since the last call; of a stream, at most `PIECE_LOGPROBS` logprobs at once, because a
         slow reader may find thousands of tokens."""
         count = len(self._new_tokens)
-        if self._new_logprobs and self._by_token and self.outputs.request.stream:
-            count = min(count, max(1, PIECE_LOGPROBS // (1 + self.outputs.request.top_logprobs_num)))
+        if self._new_logprobs and self._by_token and self.outputs.stream:
+            count = min(count, max(1, PIECE_LOGPROBS // (1 + self.outputs.request.input.top_logprobs_num)))
         left = len(self._new_tokens) - count
         text, tokens, logprobs = self._new_text, self._new_tokens, self._new_logprobs
         self._new_text, self._new_tokens, self._new_logprobs = [], [], []
@@ -206,7 +206,7 @@ class Completion:
             queue_seconds=None if self._first_taken else self.queue_seconds,
             sampled=None if finish is None else self._sampled,
             finish=finish,
-            logprobs=list(map(unpack, logprobs)) if self.outputs.request.stream else PackedLogprobs(logprobs),
+            logprobs=list(map(unpack, logprobs)) if self.outputs.stream else PackedLogprobs(logprobs),
             prompt_logprobs=None if self._first_taken else self.outputs.prompt_logprobs,
             drafts=self.drafts,
         )
@@ -227,15 +227,17 @@ class RequestOutputs:
       wait for them and share this list, which may be much larger than the outputs.
     """
 
-    def __init__(self, request: GenerateInput) -> None:
+    def __init__(self, request: TokenizedRequest) -> None:
+        asked = request.input
         self.request = request
+        self.stream = asked.stream
         self.completions: Sequence[Completion] = ()
         self.started = False
-        wanted = request.return_logprob and request.logprob_start_len >= 0
+        wanted = asked.return_logprob and asked.logprob_start_len >= 0
         self.prompt_logprobs: PackedLogprobs | None = PackedLogprobs() if wanted else None
         # A turn has one completion, and its number of tokens is known only to its core.
         shared = wanted and request.session is None
-        self._missing_prompt_logprobs = len(request.prompt) - request.logprob_start_len if shared else 0
+        self._missing_prompt_logprobs = len(request.token_ids) - asked.logprob_start_len if shared else 0
         self._first_deltas_left = request.sampling.n
         self._failure: RequestError | None = None
         self._given_up = False
@@ -271,9 +273,9 @@ class RequestOutputs:
     @property
     def unread_bytes(self) -> int:
         """Estimated bytes that wait to be taken; 0 without streaming."""
-        if not self.request.stream:
+        if not self.stream:
             return 0
-        prompt = logprob_bytes(self.request) * len(self.prompt_logprobs or ())
+        prompt = logprob_bytes(self.request.input) * len(self.prompt_logprobs or ())
         return prompt + sum(one.unread_bytes for one in self.completions)
 
     def give_up(self, error: RequestError) -> None:
@@ -308,7 +310,7 @@ class RequestOutputs:
 
     def _ready(self) -> tuple[list[OutputDelta], bool]:
         """Returns the new deltas, and whether every output has already returned its last."""
-        stream, ended = self.request.stream, True
+        stream, ended = self.stream, True
         ready = []
         for completion in self.completions:
             if not completion.delivered:

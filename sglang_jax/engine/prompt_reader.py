@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.engine import validation
 from sglang_jax.engine.fair_threads import FairThreads
-from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
+from sglang_jax.engine.types import GenerateInput, ModelInfo, Origin, TextTokenizer
 from sglang_jax.errors import ParameterError, PromptTooLongError
 
 LONG_TEXT = 1024
@@ -48,14 +48,15 @@ class PromptReader:
         plain, whole = self._tokenizer.encode("a", add_special_tokens=False), self._tokenizer.encode("a")
         return whole[0] if whole[:1] != plain[:1] else -1
 
-    async def token_ids(self, request: GenerateInput, info: ModelInfo) -> NDArray[np.int32]:
+    async def token_ids(
+        self, request: GenerateInput, origin: Origin, request_id: str, info: ModelInfo
+    ) -> NDArray[np.int32]:
         """Returns the ids `[tokens]` of a request's prompt; refuses a prompt that is too long before spending time on
         it. Raises `PromptTooLongError`; `ParameterError` for unknown ids, and as `validation.check_length` does."""
         prompt = request.prompt
         if isinstance(prompt, str):
-            validation.check_characters(len(prompt), self._tokenizer, info.context_length)
-            flow = request.flow or request.request_id or ""
-            ids: Any = await self.encode(prompt, max_tokens=info.context_length, tenant=request.tenant, flow=flow)
+            most = info.context_length
+            ids: Any = await self.encode(prompt, origin, most, max_tokens=most, param="prompt", flow=request_id)
         else:
             ids = prompt
         if isinstance(ids, (Sequence, np.ndarray)) and len(ids) > 0:
@@ -65,23 +66,25 @@ class PromptReader:
     async def encode(
         self,
         text: str,
+        origin: Origin,
+        context_length: int,
         *,
         add_special_tokens: bool = True,
         max_tokens: int,
-        param: str = "prompt",
-        tenant: str = "",
+        param: str,
         flow: str = "",
     ) -> list[int]:
-        """Returns the ids of a text of the request `flow` of a tenant, without blocking other requests. Raises
-        `PromptTooLongError` for a large text that has clearly more than `max_tokens` (the caller checks the result for
-        all others), and `ParameterError` as the tokenizer does."""
+        """Returns the ids of a text, without blocking other requests. `flow`: that of a text whose origin has none.
+        Raises `PromptTooLongError` for a text that cannot fit the context, and for a large one that has clearly more
+        than `max_tokens` (the caller checks the result for all others); `ParameterError` as the tokenizer does."""
+        validation.check_characters(len(text), self._tokenizer, context_length, param)
         encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if len(text) <= LONG_TEXT:
             return encode()
         threads = self._for_short_texts if len(text) <= SHORT_TEXT else self._threads
         if len(text) > LARGE_TEXT:
             threads, encode = self._for_large_texts, partial(self._encode_large, text, encode, max_tokens, param)
-        return await threads.run(encode, size=len(text), tenant=tenant, flow=flow)
+        return await threads.run(encode, size=len(text), tenant=origin.tenant, flow=origin.flow or flow)
 
     def _encode_large(self, text: str, encode: partial[list[int]], max_tokens: int, param: str) -> list[int]:
         counted = 0

@@ -9,13 +9,12 @@ import uuid
 from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
 
 from sglang_jax.engine.fan_out import call_all_or_none, call_each
 from sglang_jax.engine.link import Link, RoutedRequest
 from sglang_jax.engine.replica import Replica, close_replicas
 from sglang_jax.engine.routing import Candidate, RoutingPolicy, session_home, sticky_choice
-from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, ReplicaState, SessionTurnInput
+from sglang_jax.engine.types import ModelInfo, OutputDelta, ReplicaLoad, ReplicaState
 from sglang_jax.errors import (
     EngineDeadError,
     ParameterError,
@@ -24,8 +23,9 @@ from sglang_jax.errors import (
     SessionNotFoundError,
     quote,
 )
+from sglang_jax.sampling import SamplingParams
 from sglang_jax.scheduler.commands import COMMANDS, AllOrNone, Each, OfSession, Rule, SessionCommand
-from sglang_jax.scheduler.messages import Command, ExpertBalance, GroupUsage, Result, SchedulerStats
+from sglang_jax.scheduler.messages import Command, ExpertBalance, GroupUsage, Result, SchedulerStats, SessionTurn
 from sglang_jax.scheduler.request_builder import arrival_seed
 
 logger = logging.getLogger(__name__)
@@ -104,19 +104,22 @@ class Router:
         """Requests that wait because no replica serves."""
         return self._num_waiting
 
-    def admit(self, request: GenerateInput) -> GenerateInput:
-        """Adds a seed to a request without one."""
-        sampling = request.sampling
+    def admit(self, sampling: SamplingParams) -> SamplingParams:
+        """Adds a seed if there is none."""
         first = self._arrivals + 1
         self._arrivals += sampling.n
         if sampling.seed is not None:
-            return request
-        seed = arrival_seed(self._random_seed, first)
-        return dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=seed))
+            return sampling
+        return dataclasses.replace(sampling, seed=arrival_seed(self._random_seed, first))
 
     async def choose(self, routed: RoutedRequest) -> Link | None:
-        if routed.request.session is not None:
-            return self._choose_for_turn(routed, routed.request.session)
+        turn = routed.request.session
+        if turn is not None and not turn.whole:
+            return self._choose_for_turn(routed, turn)
+        home = None if turn is None or routed.aborted else self._home(turn.session)
+        if home is not None and home.index not in routed.full:
+            self._note_sent(routed, home.index)
+            return home.client
         while not routed.aborted:
             serving = self._serving()
             if candidates := [one for one in serving if one.index not in routed.full]:
@@ -126,20 +129,18 @@ class Router:
             await self._wait_for_replica()
         return None
 
-    def _choose_for_turn(self, routed: RoutedRequest, turn: SessionTurnInput) -> Link | None:
+    def _choose_for_turn(self, routed: RoutedRequest, turn: SessionTurn) -> Link | None:
         if routed.aborted:
             return None
-        home = self._home(turn.session_id)
+        home = self._home(turn.session)
         if home is None:
             raise SessionNotFoundError(
-                f"there is no session {quote(turn.session_id)}: its replica was lost with all its sessions; "
+                f"there is no session {quote(turn.session)}: its replica was lost with all its sessions; "
                 "open a new one",
                 param="session_params.id",
             )
         if home.index in routed.full:
-            raise QueueFullError(
-                f"the queue of the replica of session {quote(turn.session_id)} is full; try again later"
-            )
+            raise QueueFullError(f"the queue of the replica of session {quote(turn.session)} is full; try again later")
         self._note_sent(routed, home.index)
         return home.client
 
@@ -274,8 +275,7 @@ class Router:
             for replica in serving
         ]
         request = routed.request
-        assert isinstance(request.prompt, np.ndarray)
-        tokens, key, namespace = request.prompt.tobytes(), request.routing_key, request.extra_key
+        tokens, key, namespace = request.token_ids.tobytes(), request.input.routing_key, request.namespace
         index = sticky_choice(key, candidates) if key else self._policy.choose(tokens, namespace, candidates)
         self._policy.note_sent(index, tokens, namespace)
         self._note_sent(routed, index)

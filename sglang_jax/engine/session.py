@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Literal, Self, Unpack, overload
@@ -68,7 +67,7 @@ class Session:
         """Runs the next turn. `prompt`: text or token ids to append to the session. Otherwise like `Engine.generate`.
         Raises `SessionBusyError` while a turn runs, `SessionNotFoundError` once the session is closed or has timed out,
         and what `Engine.generate` raises."""
-        template = dataclasses.replace(template_of(request, stream=stream), session=SessionTurnInput(self.id))
+        template = template_of(request, stream=stream, session=SessionTurnInput(self.id))
         return self._run(prompt, sampling_params, template)
 
     def close(self) -> None:

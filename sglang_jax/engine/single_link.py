@@ -8,8 +8,9 @@ import msgspec
 
 from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.link import Link, RoutedRequest
-from sglang_jax.engine.types import GenerateInput, ModelInfo, OutputDelta, ReplicaLoad, ReplicaState
+from sglang_jax.engine.types import ModelInfo, OutputDelta, ReplicaLoad, ReplicaState
 from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError
+from sglang_jax.sampling import SamplingParams
 from sglang_jax.scheduler.commands import SessionCommand
 from sglang_jax.scheduler.messages import Command, Result, SchedulerStats
 
@@ -41,9 +42,9 @@ class SingleLink:
     def stats(self) -> SchedulerStats:
         return self._link.stats
 
-    def admit(self, request: GenerateInput) -> GenerateInput:
+    def admit(self, sampling: SamplingParams) -> SamplingParams:
         self._link.check_alive()
-        return request
+        return sampling
 
     async def choose(self, routed: RoutedRequest) -> Link | None:
         return None if routed.aborted else self._link

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +16,7 @@ from sglang_jax.engine.output_buffer import LazyOutput
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import Command, DraftCounts, Result, SchedulerStats
+from sglang_jax.scheduler.messages import Command, DraftCounts, Result, SchedulerStats, SessionTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +27,20 @@ class SessionTurnInput:
     - `name`: the name of the turn, if not its `request_id`.
     - `opening`: the token that starts a conversation, left out in later turns; -1: there is none; None: the token that
       the tokenizer adds before texts.
+    - `whole`: the prompt is the whole conversation, which may differ from the earlier turns. The session is opened if
+      need be, and keeps in the cache what this turn leaves there; the prompt also runs if none can be opened.
     """
 
     session_id: str
     after: str | None = None
     name: str | None = None
     opening: int | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateInput:
-    """One prompt. `sampling.n > 1` gives n outputs with `index` 0..n-1.
+    """One prompt, as a client asks for it. `sampling.n > 1` gives n outputs with `index` 0..n-1.
 
     - `prompt`: text, or token ids.
     - `request_id`: chosen by the client for `abort`; generated if None.
@@ -46,14 +50,12 @@ class GenerateInput:
     - `top_logprobs_num`: alternatives per position, at most `MAX_TOP_LOGPROBS`.
     - `extra_key`: cached prefixes are shared only between requests with the same value.
     - `priority`: higher goes first under the priority policy.
-    - `tenant`, `flow`: the client, and which of its calls this prompt belongs to. Queued tenants take turns, and so do
-      the calls of each tenant.
     - `routing_key`: requests with the same key go to the same replica while it serves.
     - `markers`: special tokens to keep in the text even if special tokens are skipped, for parsers of replies. They are
       not searched for stop strings.
     - `continues_text`: the output continues the prompt's text, so a leading space is kept. False: the output is a
       separate text, such as a chat answer; sentencepiece starts each text with a space.
-    - `session`: the prompt is the next turn of a session that belongs to `tenant`.
+    - `session`: the prompt is the next turn of a session that belongs to the request's tenant.
     - `shared_len`: the number of the prompt's first tokens that other prompts probably share. Layers that keep states
       store a snapshot there.
     """
@@ -67,13 +69,59 @@ class GenerateInput:
     top_logprobs_num: int = 0
     extra_key: str | None = None
     priority: int = 0
-    tenant: str = ""
-    flow: str = ""
     routing_key: str | None = None
     markers: frozenset[int] = frozenset()
     continues_text: bool = True
     session: SessionTurnInput | None = None
     shared_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who sends a request.
+
+    - `tenant`: the client. Queued tenants take turns.
+    - `flow`: which of the tenant's calls a prompt belongs to. The calls of a tenant take turns, too.
+    - `cache_secret`: separates the tenant's cached prefixes from those of others; empty if they are shared.
+    - `background`: its requests get only rows and pages that no other request waits for.
+    """
+
+    tenant: str = ""
+    flow: str = ""
+    cache_secret: bytes = b""
+    background: bool = False
+
+    def namespace(self, extra_key: str | None) -> str | None:
+        """Returns the part of the prefix cache for requests with this `extra_key`; None for the common part."""
+        if not self.cache_secret:
+            return extra_key
+        name = b"\1" + extra_key.encode("utf-8", "surrogatepass") if extra_key else b"\0"
+        return "key-" + hmac.digest(self.cache_secret, name, "sha256").hex()
+
+
+SCRIPT = Origin()
+"""The origin of requests of the engine's own process."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRequest:
+    """A request as links take it: what the client asks for, and what the front end adds. The front end makes it once,
+    after it has tokenized the prompt.
+
+    - `request_id`: the client's, or a generated one.
+    - `token_ids`: the prompt, int32 `[tokens]`.
+    - `sampling`: the client's, with a seed if replicas need one.
+    - `namespace`: requests share cached prefixes only within one.
+    - `session`: the turn, with its owner, its name, and the token that starts a conversation.
+    """
+
+    input: GenerateInput
+    request_id: str
+    token_ids: NDArray[np.int32]
+    sampling: SamplingParams
+    origin: Origin
+    namespace: str | None
+    session: SessionTurn | None
 
 
 class FinishKind(StrEnum):
@@ -293,17 +341,11 @@ class EngineClient(Protocol):
     def tokenizer(self) -> TextTokenizer: ...
 
     async def encode(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool,
-        max_tokens: int,
-        param: str,
-        tenant: str = "",
-        flow: str = "",
+        self, text: str, origin: Origin, *, add_special_tokens: bool, max_tokens: int, param: str
     ) -> list[int]:
-        """Returns the token ids of a text without blocking other requests. Tenants and their flows (see
-        `GenerateInput`) take turns. Raises `PromptTooLongError` for a large text of more than `max_tokens`."""
+        """Returns the token ids of a text without blocking other requests. Tenants and their flows take turns. Raises
+        `PromptTooLongError`, naming `param`, for a text that cannot fit the model's context, and for a large one of
+        more than `max_tokens`."""
         ...
 
     @property
@@ -329,7 +371,7 @@ class EngineClient(Protocol):
         """The newest snapshot that the scheduler published."""
         ...
 
-    def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
+    def generate(self, request: GenerateInput, origin: Origin = SCRIPT) -> AsyncGenerator[OutputDelta, None]:
         """Validates, then yields deltas; without `stream`, one finished delta for each of the n completions. Closing
         the generator aborts the request. Raises `RequestError` for bad input, and `EngineDeadError` at any time."""
         ...

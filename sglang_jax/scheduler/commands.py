@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Generic, Union
 
 import msgspec
@@ -57,6 +58,36 @@ class FlushCache(Command[bool], tag="flush", frozen=True):
         if not reply.ok:
             logger.info("The prefix cache was not cleared: %s", reply.message)
         return reply.ok
+
+
+class PauseMode(StrEnum):
+    """What a pause does with requests.
+
+    - `ABORT`: they end with the text so far.
+    - `RETRACT`: running ones return to the queue and give back their memory; later, their tokens are computed again.
+    - `IN_PLACE`: running ones keep their rows and their KV.
+    """
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+class PauseGeneration(Command[None], tag="pause", frozen=True):
+    """Makes no more steps until `ContinueGeneration`, or until the engine is drained. New requests wait in the
+    queue."""
+
+    mode: PauseMode = PauseMode.ABORT
+
+    def read(self, reply: Reply) -> None:
+        return None
+
+
+class ContinueGeneration(Command[None], tag="continue", frozen=True):
+    """Ends a pause; does nothing without one."""
+
+    def read(self, reply: Reply) -> None:
+        return None
 
 
 class GetState(Command[Figures], tag="state", frozen=True):
@@ -142,6 +173,10 @@ def _entry(kind: type[Command[Result]], rule: Rule[Result]) -> tuple[type[Comman
     return kind, rule
 
 
+def _nothing(results: Mapping[int, None]) -> None:
+    return None
+
+
 def _lists(results: Mapping[int, list[str]]) -> list[str]:
     return [one for result in results.values() for one in result]
 
@@ -181,6 +216,8 @@ COMMANDS: dict[type[Command[Any]], Rule[Any]] = dict(
             ),
         ),
         _entry(FlushCache, Each(lambda done: all(done.values()), while_busy=False, empties_cache=True)),
+        _entry(PauseGeneration, Each(_nothing)),
+        _entry(ContinueGeneration, Each(_nothing)),
         _entry(GetState, Each(_states, absent=_absent_state, seconds=STATE_SECONDS)),
         _entry(GetCacheReport, Each(_numbered)),
         _entry(StartProfile, AllOrNone(_lists, lambda _: "no replica is recording", undo=StopProfile())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from contextlib import nullcontext
 
 import msgspec
 
@@ -37,7 +38,8 @@ STATS_SECONDS = 0.25
 """Minimum time between two snapshots of a busy scheduler."""
 
 SECONDS_BETWEEN_COUNTS = 1.0
-"""Interval at which an idle loop publishes the number of programs still compiled in the background."""
+"""Interval at which an idle loop publishes the number of programs still compiled in the background, and at which a
+paused one shows that it is alive."""
 
 COMPILER_WAIT_SECONDS = 0.005
 """How long an iteration waits for grammars if there is nothing else to do."""
@@ -83,7 +85,7 @@ class SchedulerLoop:
         if self._stopped:
             return
         scheduler.step()
-        self._pulse.note(steps=scheduler.log.steps, busy=not scheduler.idle)
+        self._pulse.note(steps=scheduler.log.steps, busy=not scheduler.at_rest)
         self._profiling.after_step(scheduler.log.steps)
         if scheduler.only_compiles:
             with self._pulse.building():
@@ -93,9 +95,11 @@ class SchedulerLoop:
             self._stopped = True
 
     def _take_in(self) -> None:
-        asleep = self.scheduler.idle and not self._draining
+        asleep = self.scheduler.at_rest and not self._draining
         messages = self._channel.receive(asleep, self._seconds_asleep() if asleep else None)
-        first = next(messages, None)
+        # Requests that wait because of a pause are not a reason to suspect the loop.
+        with self._pulse.building() if asleep and self.scheduler.paused else nullcontext():
+            first = next(messages, None)
         if first is None:
             return
         # Before messages are processed, so that a watchdog notices one that never ends.
@@ -110,7 +114,7 @@ class SchedulerLoop:
     def _seconds_asleep(self) -> float | None:
         """Maximum time to sleep; None to sleep until a message arrives."""
         to_timeout = self.scheduler.sessions.seconds_to_timeout()
-        if not self._runner.report().programs_left:
+        if not self._runner.report().programs_left and not self.scheduler.paused:
             return to_timeout
         return SECONDS_BETWEEN_COUNTS if to_timeout is None else min(to_timeout, SECONDS_BETWEEN_COUNTS)
 
@@ -125,6 +129,7 @@ class SchedulerLoop:
             case Command():
                 self._channel.send(self._answer(message))
             case Shutdown():
+                self.scheduler.resume()  # a drain finishes the requests that wait
                 self._draining = True
                 self._stopped = not message.drain
 
@@ -147,6 +152,12 @@ class SchedulerLoop:
             case commands.FlushCache():
                 done = scheduler.flush_cache()
                 return Reply(call, done, "" if done else f"{len(scheduler.requests)} requests run or wait")
+            case commands.PauseGeneration(mode):
+                scheduler.pause(mode)
+                return Reply(call, True)
+            case commands.ContinueGeneration():
+                scheduler.resume()
+                return Reply(call, True)
             case commands.GetState():
                 return Reply(call, True, state=self._state())
             case commands.GetCacheReport():
@@ -175,6 +186,7 @@ class SchedulerLoop:
         figures = msgspec.structs.asdict(stats)
         state: dict[str, StateValue] = {
             **{name: value for name, value in figures.items() if name not in ("groups", "experts")},
+            "paused": self.scheduler.paused,
             "token_usage": stats.token_usage,
             "cache_hit_rate": stats.cache_hit_rate,
             "backend": report.backend,

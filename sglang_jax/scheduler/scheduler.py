@@ -18,9 +18,11 @@ from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.protocol import Runner, StepHandle
-from sglang_jax.scheduler.admission import Admission
+from sglang_jax.scheduler.admission import Admission, Decisions
+from sglang_jax.scheduler.background import Background
 from sglang_jax.scheduler.cache_report import CacheReport, report_cache
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
+from sglang_jax.scheduler.commands import PauseMode
 from sglang_jax.scheduler.constraints import Constraints
 from sglang_jax.scheduler.drafting import AdaptiveDrafts, Drafting, FixedDrafts
 from sglang_jax.scheduler.finisher import Finisher
@@ -38,7 +40,7 @@ from sglang_jax.scheduler.sessions import Sessions
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.step_time import Padding
 from sglang_jax.scheduler.stress import Stress, evict_all, retractable
-from sglang_jax.scheduler.waiting_queue import WaitingQueue
+from sglang_jax.scheduler.waiting_queue import Queues, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +80,11 @@ class Scheduler:
             eviction=config.radix_eviction_policy,
             debug=config.debug_memory,
         )
-        self.queue = WaitingQueue(create_policy(config.schedule_policy, self._cached_prefix), self._cached_prefix)
-        self.rows = Rows(self.cache, self.queue, spec.max_rows, spec.max_context)
+        policy = create_policy(config.schedule_policy, self._cached_prefix)
+        self.queue = WaitingQueue(policy, self._cached_prefix)
+        self.background_queue = WaitingQueue(policy, self._cached_prefix)
+        self._queues = Queues(self.queue, self.background_queue)
+        self.rows = Rows(self.cache, self._queues, spec.max_rows, spec.max_context)
         self.sessions = Sessions(self.cache.pins, config.max_sessions, config.session_timeout, clock)
         self.cache.pins.share = config.session_memory_fraction
         self.reserve = NewTokenReserve(config.schedule_conservativeness)
@@ -96,7 +101,7 @@ class Scheduler:
         self._finisher = Finisher(
             self.cache,
             self.rows,
-            self.queue,
+            self._queues,
             self._publisher,
             self.constraints,
             self.sessions,
@@ -106,11 +111,14 @@ class Scheduler:
             self._recent,
         )
         self.requests = self._finisher.requests
+        of_background = Admission(self.cache, self.rows, self.background_queue, self.reserve, background=True)
+        self.background = Background(self._admission, of_background, self.rows, self._finisher)
         self._results = ResultProcessor(
             self.cache, self.rows, self._drafting, self.constraints, self._publisher, self._finisher, self.log
         )
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
+        self.paused = False
         self._pages_checked_at = 0
         self._in_flight: LaunchedStep | None = None
 
@@ -127,13 +135,20 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests without a row: queued, or waiting for their grammar or for the row of the session's previous
         turn."""
-        return len(self.queue) + self.constraints.num_waiting + len(self.sessions.held)
+        return len(self._queues) + self.constraints.num_waiting + len(self.sessions.held)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether there is nothing to do until a message arrives: idle, or paused with every grammar compiled."""
+        paused = self.paused and self._in_flight is None and not self.rows.num_leaving
+        return self.idle or (paused and not self.constraints.num_waiting)
 
     @property
     def only_compiles(self) -> bool:
-        """Whether all requests wait for their grammars, so no step can run."""
+        """Whether only grammars of waiting requests are compiled, and no step can run."""
         waiting = self.constraints.num_waiting
-        return waiting > 0 and waiting == len(self.requests) and self._in_flight is None and not self.rows.num_leaving
+        no_steps = self.paused or waiting == len(self.requests)
+        return waiting > 0 and no_steps and self._in_flight is None and not self.rows.num_leaving
 
     @property
     def max_total_tokens(self) -> int:
@@ -176,12 +191,17 @@ class Scheduler:
         if message.session is None:
             return self._builder.accept(message, self.num_waiting)
         self.sessions.maintain()  # a session that has timed out is closed first
-        turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
-        start = turn.position_in(prompt, message.logprob_start)
-        whole = msgspec.structs.replace(message, token_ids=prompt, logprob_start=start)
-        request = self._builder.accept(whole, self.num_waiting)
-        self.sessions.begin(turn, request.id, request.prompt_len)
-        request.turn = turn
+        if message.session.whole:
+            request = self._builder.accept(message, self.num_waiting)
+            request.turn = self.sessions.keeping_turn(message.session, message.extra_key)
+        else:
+            turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
+            start = turn.position_in(prompt, message.logprob_start)
+            whole = msgspec.structs.replace(message, token_ids=prompt, logprob_start=start)
+            request = self._builder.accept(whole, self.num_waiting)
+            request.turn = turn
+        if request.turn is not None:
+            self.sessions.begin(request.turn, request.id, request.prompt_len)
         return request
 
     def _enqueue(self, request: Request) -> None:
@@ -189,7 +209,7 @@ class Scheduler:
         if request.turn is not None and request.turn.has_to_wait:
             self.sessions.held[request.id] = request
         else:
-            self.queue.add(request)
+            self._queues.add(request)
 
     def abort(self, request_id: int) -> None:
         """Ends a request in any state and drops its KV. Ignores an unknown id: the request may just have finished."""
@@ -222,13 +242,33 @@ class Scheduler:
             self._recent.clear()
         return True
 
+    def pause(self, mode: PauseMode) -> None:
+        """Makes no more steps until `resume`; new requests wait in the queue. What becomes of the others, see
+        `PauseMode`. Calls while paused change the mode only for requests with rows."""
+        self._finish_in_flight()
+        match mode:
+            case PauseMode.ABORT:
+                for request_id in list(self.requests):
+                    self.abort(request_id)
+            case PauseMode.RETRACT:
+                for request in self.rows.requests:
+                    if request is not None and self.rows.runs(request):
+                        self._finisher.requeue(request)
+        self.rows.release(self.rows.num_leaving)
+        self.paused = True
+        self._publisher.flush()
+
+    def resume(self) -> None:
+        self.paused = False
+
     def step(self) -> None:
-        """Launches the next step, finishes the previous one, samples the next one if it has masks, and publishes."""
+        """Launches the next step, unless paused; finishes the previous one, samples the next one if it has masks, and
+        publishes."""
         self._stress_now()
         self._queue_compiled()
         for request in self.sessions.ready():
-            self.queue.add(request)
-        launched = self._launch_next()
+            self._queues.add(request)
+        launched = None if self.paused else self._launch_next()
         self._finish_in_flight()
         if launched is not None and launched.planned.masked:
             self._sample(launched)
@@ -246,6 +286,8 @@ class Scheduler:
         return report_cache(self.cache, self.sessions.all(), self._clock())
 
     def _stress_now(self) -> None:
+        if self.paused:
+            return
         if self._stress.retracts(self.log.steps):
             self._finish_in_flight()
             self._finisher.retract_one_of(retractable(self.rows))
@@ -273,6 +315,9 @@ class Scheduler:
         self._finisher.close(closed)
 
     def _launch_next(self) -> LaunchedStep | None:
+        if self.background.must_give_back():
+            self._finish_in_flight()
+            self.background.give_back()
         while True:
             try:
                 planned = self._plan(self.cache.launched_step + 1)
@@ -290,19 +335,22 @@ class Scheduler:
 
     def _plan(self, step: int) -> PlannedStep | None:
         """None if there is nothing to compute; raises `OutOfPages` if there is, but pages are short."""
-        prompts_wait = len(self.queue) > 0
+        prompts_wait = len(self._queues) > 0
         decode = self._planner.extend_decode(prompts_wait)
         if prompts_wait:
-            decisions = self._admission.admit(self._planner.allowance(step, decode), step)
-            if decisions.seated:
-                self.rows.seat(decisions.seated)
-                rows = np.array([request.row for request in decisions.seated], np.intp)
-                self._drafting.reset_rows(rows)
-                if self._recent is not None:
-                    self._recent.reset_rows(rows)
-            for request in decisions.too_large:
-                self._finisher.refuse_too_large(request)
+            for decisions in self.background.decisions(step, lambda: self._planner.allowance(step, decode)):
+                self._carry_out(decisions)
         return self._planner.plan(step, decode)
+
+    def _carry_out(self, decisions: Decisions) -> None:
+        if decisions.seated:
+            self.rows.seat(decisions.seated)
+            rows = np.array([request.row for request in decisions.seated], np.intp)
+            self._drafting.reset_rows(rows)
+            if self._recent is not None:
+                self._recent.reset_rows(rows)
+        for request in decisions.too_large:
+            self._finisher.refuse_too_large(request)
 
     def _make_room(self) -> None:
         """Frees pages: of ended requests, else by finishing the step in flight, else of rejected drafts and idle
@@ -338,7 +386,7 @@ class Scheduler:
             if chunk.last:
                 whole.append(request)
         if planned.chunks:
-            self.queue.look_again()
+            self._queues.look_again()
         if whole:
             self.rows.prefilled(whole)
 
@@ -354,7 +402,7 @@ class Scheduler:
                 chunk.request.first_token = self._finisher.finished_at
         self.cache.settle(planned.plan.step)
         if planned.plan.copies:
-            self.queue.look_again()  # the copied states can be evicted now
+            self._queues.look_again()  # the copied states can be evicted now
         sampled = self._results.process(planned, result)
         self.log.finished(sampled)
         self.reserve.decay()

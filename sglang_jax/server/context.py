@@ -16,13 +16,17 @@ from typing import Self, TypeVar
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.engine.fair_threads import FairThreads
-from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
+from sglang_jax.engine.types import EngineClient, GenerateInput, Origin, OutputDelta
 from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, quote
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
-from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
+from sglang_jax.server.background import BackgroundRuns
+from sglang_jax.server.callers import NO_CLAIM, Caller, Callers, Claim, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
+from sglang_jax.server.file_store import FileStore
+from sglang_jax.server.json_body import LongWork
 from sglang_jax.server.logprobs import HeldLogprobs
 from sglang_jax.server.metrics import ServerMetrics
+from sglang_jax.server.responses_store import ResponseStore
 from sglang_jax.server.sampling import rename_field, renamed_fields
 from sglang_jax.server.shutdown import Shutdown
 from sglang_jax.server.streaming import FEW_LOGPROBS, logprobs_to_write
@@ -47,6 +51,8 @@ LOGPROBS_AT_ONCE = 2**19
 """Maximum prompt logprobs of one request that wait at once, with alternatives, each of some twenty bytes until written:
 prompts with many start a few at a time."""
 
+SECONDS_PER_DAY = 86_400.0
+
 ENGINE_NAMES = {"request_id": "rid"}
 """The engine's names of fields, and the names that clients use on all routes."""
 
@@ -55,16 +61,21 @@ ENGINE_NAMES = {"request_id": "rid"}
 class ServerContext:
     """One engine behind HTTP. `draining`: requests in flight finish, new ones are refused; `shutdown` ends requests in
     flight; `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine;
-    `in_engine`: callers by the ids of all prompts."""
+    `in_engine`: callers by the ids of all prompts; `files`: those of clients, None for a server without; `responses`:
+    those that are stored; `background`: replies that continue without their client."""
 
     client: EngineClient
     config: ServerConfig
     metrics: ServerMetrics
     callers: Callers
+    files: FileStore | None = None
     draining: bool = False
     shutdown: Shutdown = field(default_factory=Shutdown)
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
+    long_work: LongWork = field(default_factory=LongWork)
+    responses: ResponseStore = field(init=False)
+    background: BackgroundRuns = field(default_factory=BackgroundRuns)
     _logprobs: HeldLogprobs = field(init=False)
     _templates: FairThreads = field(default_factory=lambda: FairThreads(1, "chat-template"))
     _short_templates: FairThreads = field(default_factory=lambda: FairThreads(1, "short-chat-template"))
@@ -73,7 +84,14 @@ class ServerContext:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._logprobs = HeldLogprobs(self.config.max_logprobs_per_response)
+        config = self.config
+        self._logprobs = HeldLogprobs(config.max_logprobs_per_response)
+        self.responses = ResponseStore(
+            config.response_store,
+            most=config.max_stored_responses,
+            most_bytes=config.max_response_store_bytes,
+            seconds=config.response_store_days * SECONDS_PER_DAY,
+        )
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -81,9 +99,10 @@ class ServerContext:
 
     def check_model(self, model: str | None) -> None:
         """Raises `ModelNotFoundError` for a name that is not the served model's."""
-        if model not in (None, ANY_MODEL, self.config.model_name):
+        names = self.config.model_names
+        if model not in (None, ANY_MODEL, *names):
             raise ModelNotFoundError(
-                f"the model {quote(model)} is not served here; this server serves {self.config.model_name!r}",
+                f"the model {quote(model)} is not served here; this server serves {', '.join(map(repr, names))}",
                 param="model",
             )
 
@@ -106,13 +125,13 @@ class ServerContext:
     async def encode(
         self, text: str, request_id: str, *, add_special_tokens: bool, max_tokens: int, param: str
     ) -> list[int]:
+        """Returns the token ids of a text of a request; see `EngineClient.encode`."""
         return await self.client.encode(
             text,
+            current_caller().origin(request_id),
             add_special_tokens=add_special_tokens,
             max_tokens=max_tokens,
             param=param,
-            tenant=current_caller().name,
-            flow=request_id,
         )
 
     def check_size(self, prompts: int, completions: int, param: str) -> None:
@@ -151,11 +170,15 @@ class ServerContext:
             )
 
     def generate(
-        self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
+        self,
+        request_id: str,
+        prompts: Sequence[GenerateInput],
+        field_names: Mapping[str, str] = ENGINE_NAMES,
+        claimed: Claim = NO_CLAIM,
     ) -> Call:
         """Returns the call of one HTTP request's prompts, which have their `request_id`, for `async with`.
-        `field_names`: the route's names of the engine's fields."""
-        return Call(self, request_id, prompts, field_names, current_caller())
+        `field_names`: the route's names of the engine's fields; `claimed`: see `Caller.origin`."""
+        return Call(self, request_id, prompts, field_names, current_caller(), claimed)
 
     async def collect(
         self,
@@ -163,11 +186,12 @@ class ServerContext:
         prompts: Sequence[GenerateInput],
         write: Callable[[list[list[OutputDelta]]], Written],
         field_names: Mapping[str, str] = ENGINE_NAMES,
+        claimed: Claim = NO_CLAIM,
     ) -> Written:
         """Generates, and returns the result of `write` for each prompt's outputs by index. Raises `RequestError`."""
         outputs: list[list[OutputDelta]] = [[] for _ in prompts]
         with self._logprobs.share() as hold:  # until the answer is written
-            async with self.generate(request_id, prompts, field_names) as deltas:
+            async with self.generate(request_id, prompts, field_names, claimed) as deltas:
                 with renamed_fields(field_names):
                     async for number, output in deltas:
                         hold(output)
@@ -215,11 +239,13 @@ class Call:
         prompts: Sequence[GenerateInput],
         field_names: Mapping[str, str],
         caller: Caller,
+        claimed: Claim,
     ) -> None:
         self._context = context
         self._request_id = request_id
         self._field_names = field_names
         self._caller = caller
+        self._origin = caller.origin(request_id, claimed)
         self._prompts = prompts
         self._single: PromptStream | None = None
         self._merged: MergedStreams | None = None
@@ -247,7 +273,7 @@ class Call:
         return self
 
     def _stream(self, prompt: GenerateInput) -> PromptStream:
-        return PromptStream(self._context, self._caller.adopt(prompt, self._request_id))
+        return PromptStream(self._context, prompt, self._origin)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -282,9 +308,8 @@ class Call:
 class PromptStream:
     """The deltas of one prompt, whose times are recorded. Raises the error of a failed output."""
 
-    def __init__(self, context: ServerContext, prompt: GenerateInput) -> None:
-        self.prompt = prompt
-        self._deltas = context.client.generate(prompt)
+    def __init__(self, context: ServerContext, prompt: GenerateInput, origin: Origin) -> None:
+        self._deltas = context.client.generate(prompt, origin)
         self._timing = context.metrics.timing(stream=prompt.stream)
 
     async def next(self) -> OutputDelta:

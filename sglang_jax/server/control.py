@@ -13,6 +13,7 @@ from pydantic import Field
 
 from sglang_jax.errors import ParameterError, RequestError, cut
 from sglang_jax.scheduler import commands
+from sglang_jax.scheduler.commands import PauseMode
 from sglang_jax.scheduler.messages import Command, Result
 from sglang_jax.server.callers import require_admin
 from sglang_jax.server.context import ServerContext
@@ -57,11 +58,24 @@ class ProfileBody(Body):
     output_dir: str | None = None
 
 
+class PauseBody(Body):
+    """`POST /pause_generation`."""
+
+    mode: PauseMode = Field(PauseMode.ABORT, strict=False)
+
+
+class ContinueBody(Body):
+    """`POST /continue_generation`. `torch_empty_cache`: ignored, because no memory is kept that it could free."""
+
+    torch_empty_cache: bool | None = None
+
+
 def control_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.get("/flush_cache", dependencies=OPERATORS_ONLY)
     @router.post("/flush_cache", dependencies=OPERATORS_ONLY)
+    @router.post("/reset_prefix_cache", dependencies=OPERATORS_ONLY)
     async def flush_cache() -> dict[str, object]:
         """Empties the prefix cache. While requests are running or queued it does nothing and returns 400."""
         if not await context.client.call(commands.FlushCache()):
@@ -83,6 +97,19 @@ def control_router(context: ServerContext) -> APIRouter:
         else:
             raise ParameterError("one of rid and abort_all must be given", param="rid")
         return {"success": True}
+
+    @router.post("/pause_generation", dependencies=OPERATORS_ONLY)
+    async def pause_generation(body: PauseBody | None = None) -> dict[str, object]:
+        """Stops all steps until `/continue_generation`; new requests wait in the queue. `mode` says what becomes of
+        the others: abort, retract, or in_place."""
+        await context.client.call(commands.PauseGeneration((body or PauseBody()).mode))
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    @router.post("/continue_generation", dependencies=OPERATORS_ONLY)
+    async def continue_generation(body: ContinueBody | None = None) -> dict[str, object]:
+        """Ends a pause."""
+        await context.client.call(commands.ContinueGeneration())
+        return {"message": "Generation continued successfully.", "status": "ok"}
 
     @router.post("/start_profile", dependencies=OPERATORS_ONLY)
     async def start_profile(body: ProfileBody | None = None) -> dict[str, object]:
@@ -173,6 +200,11 @@ REMOTE_CALLS: dict[type[Command[Any]], RemoteCall[Any, Any]] = dict(
         _entry(commands.OpenSession, RemoteCall("/open_session", lambda answer, _: str(answer), _open_body)),
         _entry(commands.CloseSession, RemoteCall("/close_session", lambda *_: None, lambda of: {"session_id": of.id})),
         _entry(commands.FlushCache, RemoteCall("/flush_cache", lambda *_: True, otherwise=False)),
+        _entry(
+            commands.PauseGeneration,
+            RemoteCall("/pause_generation", lambda *_: None, lambda of: {"mode": of.mode.value}),
+        ),
+        _entry(commands.ContinueGeneration, RemoteCall("/continue_generation", lambda *_: None, lambda _: {})),
         _entry(commands.GetState, RemoteCall("/server_info", _states, method="GET")),
         _entry(commands.GetCacheReport, RemoteCall("/cache_report", _reports, method="GET")),
         _entry(commands.StartProfile, RemoteCall("/start_profile", _folders, _profile_body, seconds=PROFILE_SECONDS)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from sglang_jax.config.suggestions import MIN_SIMILARITY
 from sglang_jax.errors import ParameterError, RequestError, cut, quote
 from sglang_jax.server.error_shapes import error_body
 
@@ -33,10 +35,12 @@ kernel would send a reset, and the client would lose the answer."""
 MAX_LINGERED_BYTES = 4 * 2**20
 """Maximum bytes of a refused body that are read and discarded."""
 
+MAX_COMPARED_CHARACTERS = 100
+"""Maximum characters of an unknown path that is compared with the routes."""
+
 INSTEAD = {
-    "/v1/responses": "use POST /v1/chat/completions (most client libraries have a switch for it)",
-    "/v1/files": "run `sglang-jax batch` on a file",
-    "/v1/batches": "run `sglang-jax batch` on a file",
+    "/v1/files": "start the server with --files-dir, or run `sglang-jax batch` on a file",
+    "/v1/batches": "start the server with --files-dir, or run `sglang-jax batch` on a file",
     **dict.fromkeys(
         [f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete", "blobs")],
         "this server serves the model that it was started with, and clients cannot change it",
@@ -71,6 +75,40 @@ class BodyTooLargeError(RequestError):
 
     status = 413
     code = "body_too_large"
+
+
+class FileNotFoundHereError(RequestError):
+    """There is no file with this id that the caller may see."""
+
+    status = 404
+    code = "file_not_found"
+
+
+class FileInUseError(RequestError):
+    """A batch reads the file."""
+
+    code = "file_in_use"
+
+
+class FileTooLargeError(RequestError):
+    """The file has more bytes than `max_file_bytes`."""
+
+    status = 413
+    code = "file_too_large"
+
+
+class StorageFullError(RequestError):
+    """The files of all clients, or of this one, have as many bytes as they may."""
+
+    status = 413
+    code = "storage_full"
+
+
+class StorageError(RequestError):
+    """The disk fails, or has no room although the limits would allow it."""
+
+    status = 503
+    code = "storage_unavailable"
 
 
 class ClientTooSlowError(RequestError):
@@ -151,6 +189,13 @@ class RateLimitError(RequestError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ResponseNotFoundError(RequestError):
+    """There is no stored response with this id for this key."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class ShuttingDownError(RequestError):
@@ -240,14 +285,24 @@ def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str | No
     return ParameterError(f"{path}: {first['msg']}{several}, got {quote(value)}{more}", param=path)
 
 
-def _no_route(method: str, path: str) -> str:
+def _no_route(request: Request) -> str:
+    path = request.url.path
     wanted = path.rstrip("/")
-    hint = next((use for route, use in INSTEAD.items() if f"{wanted}/".startswith(f"{route}/")), "GET /docs lists them")
-    return f"there is no route {method} {cut(path)}: {hint}"
+    hint = next((use for route, use in INSTEAD.items() if f"{wanted}/".startswith(f"{route}/")), None)
+    return f"there is no route {request.method} {cut(path)}: {hint or _nearest(request.app.state.routes, wanted)}"
+
+
+def _nearest(methods: Mapping[str, str], wanted: str) -> str:
+    """Names the most similar route, if one is similar and the path is short enough to compare. `methods`: the method of
+    each route, by its path."""
+    if len(wanted) <= MAX_COMPARED_CHARACTERS:
+        for path in difflib.get_close_matches(wanted, methods, n=1, cutoff=MIN_SIMILARITY):
+            return f"did you mean {methods[path]} {path}? GET /docs lists all"
+    return "GET /docs lists them"
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes every error of a request an error object."""
+    """Makes every error of a request an error object. `app.state.routes`: the method of each route, by its path."""
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -260,11 +315,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        reasons = {
-            404: ("not_found", _no_route(request.method, request.url.path)),
-            405: ("method_not_allowed", f"{cut(request.url.path)} does not answer {request.method}"),
-        }
-        code, message = reasons.get(error.status_code, ("invalid_request", error.detail))
+        match error.status_code:
+            case 404:
+                code, message = "not_found", _no_route(request)
+            case 405:
+                code, message = "method_not_allowed", f"{cut(request.url.path)} does not answer {request.method}"
+            case _:
+                code, message = "invalid_request", error.detail
         refusal = RequestError(message, code=code)
         refusal.status = error.status_code
         response = error_response(refusal, request.url.path)

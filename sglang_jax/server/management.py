@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from sglang_jax.about import version
 from sglang_jax.engine.types import EngineClient, GenerateInput, ReplicaLoad, ReplicaState
-from sglang_jax.engine.validation import check_characters, check_repeated
+from sglang_jax.engine.validation import check_repeated
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.scheduler.commands import GetCacheReport, GetState
@@ -131,6 +131,16 @@ def information_router(context: ServerContext) -> APIRouter:
             "ready": "GET /readyz",
         }
 
+    @router.get("/version")
+    async def show_version() -> dict[str, str]:
+        """The server's version."""
+        return {"version": version()}
+
+    @router.get("/load", dependencies=OPERATORS_ONLY)
+    async def load() -> dict[str, int]:
+        """The number of requests in flight that generate, in vLLM's format."""
+        return {"server_load": len(context.in_flight)}
+
     @router.get("/get_model_info")
     @router.get("/model_info")
     async def model_info() -> dict[str, Any]:
@@ -170,8 +180,6 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         context_length = context.client.model_info.context_length
         texts = as_list(body.prompt)
         context.check_texts(len(texts), "prompt")
-        for text in texts:
-            check_characters(len(text), context.client.tokenizer, context_length)
         work = _tokenized(context, texts, special=body.add_special_tokens is not False)
         written, counts = await until_disconnect(request.receive, work)
         single = isinstance(body.prompt, str)
@@ -252,27 +260,30 @@ async def _tokenized(context: ServerContext, texts: list[str], *, special: bool)
 
 def models_router(context: ServerContext) -> APIRouter:
     router = APIRouter()
-    card: dict[str, object] = {
-        "id": context.config.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "sglang-jax",
-        "root": context.client.model_info.model_path,
-        "parent": None,
-        "max_model_len": context.client.model_info.context_length,
+    cards: dict[str, dict[str, object]] = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "sglang-jax",
+            "root": context.client.model_info.model_path,
+            "parent": None,
+            "max_model_len": context.client.model_info.context_length,
+        }
+        for name in context.config.model_names
     }
 
     @router.get("/v1/models")
     @answers(ModelList)
     async def models() -> dict[str, object]:
-        """Lists the served model."""
-        return {"object": "list", "data": [card]}
+        """Lists the served model, by each of its names."""
+        return {"object": "list", "data": list(cards.values())}
 
     @router.get("/v1/models/{model:path}")
     @answers(ModelCard)
     async def model(model: str) -> dict[str, object]:
         """The served model's entry."""
         context.check_model(model)
-        return card
+        return cards.get(model, cards[context.config.model_name])
 
     return router

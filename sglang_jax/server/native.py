@@ -19,7 +19,7 @@ from sglang_jax.scheduler.commands import CloseSession
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.errors import ShuttingDownError
-from sglang_jax.server.fields import Body, ShortText, tenant_of
+from sglang_jax.server.fields import Body, ShortText, claim_of
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
@@ -131,7 +131,7 @@ def native_router(context: ServerContext) -> APIRouter:
         if body.stream:
             events = _new_only(context, form) if body.incremental_output else _repeating(context, form, repeats)
             return await open_event_stream(request, events)
-        work = context.collect(call.request_id, call.prompts, form.whole, form.field_names)
+        work = context.collect(call.request_id, call.prompts, form.whole, form.field_names, call.claim)
         return await until_disconnect(request.receive, work)
 
     return router
@@ -153,7 +153,7 @@ class Repeats:
 async def _new_only(context: ServerContext, form: NativeFormat) -> AsyncGenerator[bytes, None]:
     """Yields the events of a stream; each has only new output."""
     call = form.request
-    async with context.generate(call.request_id, call.prompts, form.field_names) as deltas:
+    async with context.generate(call.request_id, call.prompts, form.field_names, call.claim) as deltas:
         async for number, delta in deltas:
             index = call.first_index[number] + delta.index
             answer = await _answer(context, form, number, delta)
@@ -163,7 +163,7 @@ async def _new_only(context: ServerContext, form: NativeFormat) -> AsyncGenerato
 async def _repeating(context: ServerContext, form: NativeFormat, repeats: Repeats) -> AsyncGenerator[bytes, None]:
     """Yields the events of a stream; each repeats all output so far."""
     call, caller = form.request, current_caller().name
-    async with context.generate(call.request_id, call.prompts, form.field_names) as deltas:
+    async with context.generate(call.request_id, call.prompts, form.field_names, call.claim) as deltas:
         with repeats.held.share() as share:
             async for number, delta in deltas:
                 index, last, size = call.first_index[number] + delta.index, delta.finish is not None, 0
@@ -204,7 +204,7 @@ def sessions_router(context: ServerContext) -> APIRouter:
         """Opens a session for this API key; returns its id as a JSON string."""
         if context.draining:
             raise ShuttingDownError("the server is shutting down and opens no new sessions")
-        owner = current_caller().tenant(tenant_of(request.headers))
+        owner = current_caller().tenant(claim_of(request.headers).tenant)
         command = new_session(body.session_id, owner, streaming=bool(body.streaming), timeout=body.timeout)
         return await context.client.call(command)
 
@@ -212,7 +212,7 @@ def sessions_router(context: ServerContext) -> APIRouter:
     async def close_session(body: CloseSessionBody, request: Request) -> dict[str, object]:
         """Closes a session of this API key; a running turn still finishes. Its KV in memory becomes an ordinary cached
         prefix."""
-        owner = current_caller().tenant(tenant_of(request.headers))
+        owner = current_caller().tenant(claim_of(request.headers).tenant)
         await context.client.call(CloseSession(body.session_id, owner))
         return {"success": True}
 

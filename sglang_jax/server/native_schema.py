@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.server.callers import Claim
 from sglang_jax.server.context import new_id, prompt_ids
 from sglang_jax.server.fields import (
     Body,
@@ -24,10 +25,9 @@ from sglang_jax.server.fields import (
     TokenIds,
     as_list,
     check_turns,
-    flow_of,
+    claim_of,
     routing_key,
     shared_length_of,
-    tenant_of,
 )
 from sglang_jax.server.sampling import NativeSampling, native_sampling
 
@@ -66,6 +66,7 @@ class NativeRequest:
     - `single`: the answer is one object; otherwise a list, also for one prompt with n > 1.
     - `first_index`: index of each prompt's first completion in that list.
     - `prompt_field`: the field in which the client sent the prompts.
+    - `claim`: the tenant and the flow that its headers name.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class NativeRequest:
     first_index: list[int]
     single: bool
     prompt_field: str
+    claim: Claim
 
 
 def native_request(
@@ -116,8 +118,6 @@ def native_request(
             routing_key=routing_key(routing_keys[number], headers),
             continues_text=body.continues_text is not False,
             markers=frozenset(body.marker_token_ids or ()),
-            tenant=tenant_of(headers),
-            flow=flow_of(headers),
             session=turns[number],
             shared_len=shared_length_of(headers),
         )
@@ -125,7 +125,7 @@ def native_request(
     ]
     first_index = list(accumulate((one.n for one in sampling[:-1]), initial=0))
     single = not batch and sampling[0].n == 1
-    return NativeRequest(request_id, inputs, first_index, single, field)
+    return NativeRequest(request_id, inputs, first_index, single, field, claim_of(headers))
 
 
 def _prompts(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]:

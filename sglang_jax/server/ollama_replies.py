@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput, OutputDelta
-from sglang_jax.engine.validation import check_characters
 from sglang_jax.errors import PromptTooLongError
 from sglang_jax.replies.json_scan import json_value
 from sglang_jax.replies.parser import CallArguments, CallBegin, Reasoning, Text
@@ -273,7 +272,6 @@ async def plan_raw(body: OllamaPromptBody, headers: Headers, context: ServerCont
     request_id, most = new_id("generate"), context.client.model_info.context_length
     sampling = body.chosen_options().sampling(body.grammar(), context.generation_defaults)
     reply, key = _reply_options(body), routing_key(None, headers)
-    check_characters(len(prompt), context.client.tokenizer, most, "prompt")
     token_ids = await context.encode(prompt, request_id, add_special_tokens=True, max_tokens=most, param="prompt")
     conversation = Conversation(
         request_id=request_id,

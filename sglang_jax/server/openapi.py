@@ -139,6 +139,7 @@ class DescribedApp(FastAPI):
             self.include_router(router)
         routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
         self._answers = {route.path_format: _ANSWERS[route.endpoint] for route in routes if route.endpoint in _ANSWERS}
+        self.state.routes = {route.path: min(route.methods or {"GET"}) for route in routes if route.include_in_schema}
         rows = [_row(route) for route in routes if route.include_in_schema]
         page = _PAGE.format(title=escape(self.title), rows="\n".join(rows))
 

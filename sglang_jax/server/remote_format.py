@@ -10,22 +10,24 @@ from urllib.parse import quote
 import msgspec
 
 from sglang_jax.engine.output import RequestOutputs
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
+from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TokenizedRequest, TokenLogprob
 from sglang_jax.logs import REQUEST_ID, REQUEST_ID_HEADER
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import DraftCounts
-from sglang_jax.server.fields import CLIENT_REQUEST_HEADER, SHARED_LENGTH_HEADER, TENANT_HEADER
+from sglang_jax.server.fields import BACKGROUND_HEADER, CLIENT_REQUEST_HEADER, SHARED_LENGTH_HEADER, TENANT_HEADER
 
 
-def request_headers(request: GenerateInput) -> dict[str, str]:
-    """Returns headers with the request's tenant, client request, shared prefix length, and log id; in headers, because
-    older servers ignore unknown ones."""
-    headers = tenant_headers(request.tenant)
-    if request.flow:
-        headers[CLIENT_REQUEST_HEADER] = quote(request.flow)
-    if request.shared_len:
-        headers[SHARED_LENGTH_HEADER] = str(request.shared_len)
+def request_headers(request: TokenizedRequest) -> dict[str, str]:
+    """Returns headers with the request's tenant, client request, shared prefix length, whether it is in the background,
+    and log id; in headers, because older servers ignore unknown ones."""
+    headers = tenant_headers(request.origin.tenant)
+    if request.origin.flow:
+        headers[CLIENT_REQUEST_HEADER] = quote(request.origin.flow)
+    if request.origin.background:
+        headers[BACKGROUND_HEADER] = "1"
+    if request.input.shared_len:
+        headers[SHARED_LENGTH_HEADER] = str(request.input.shared_len)
     if request_id := REQUEST_ID.get():
         headers[REQUEST_ID_HEADER] = request_id
     return headers
@@ -35,14 +37,12 @@ def tenant_headers(tenant: str) -> dict[str, str]:
     return {TENANT_HEADER: quote(tenant)} if tenant else {}
 
 
-def request_body(request: GenerateInput, name: str, context_length: int) -> dict[str, Any]:
+def request_body(tokenized: TokenizedRequest, name: str, context_length: int) -> dict[str, Any]:
     """Returns the body for the native route, with all sampling fields, so that the server's defaults do not apply."""
-    prompt = request.prompt
-    assert not isinstance(prompt, str)
-    ids = [int(token) for token in prompt]
+    request, ids = tokenized.input, tokenized.token_ids.tolist()
     body: dict[str, Any] = {
         "input_ids": ids,
-        "sampling_params": _sampling(request.sampling, context_length - len(ids)),
+        "sampling_params": _sampling(tokenized.sampling, context_length - len(ids)),
         "stream": request.stream,
         "incremental_output": request.stream,
         "rid": name,
@@ -54,18 +54,14 @@ def request_body(request: GenerateInput, name: str, context_length: int) -> dict
         body |= {"logprob_start_len": request.logprob_start_len, "top_logprobs_num": request.top_logprobs_num}
     if request.markers:
         body["marker_token_ids"] = sorted(request.markers)
-    if request.extra_key:
-        body["extra_key"] = request.extra_key
+    if tokenized.namespace:
+        body["extra_key"] = tokenized.namespace
     if request.routing_key:
         body["routing_key"] = request.routing_key
-    if request.session is not None:
-        turn = request.session
-        body["session_params"] = {
-            "id": turn.session_id,
-            "rid": turn.after,
-            "turn": turn.name or request.request_id,
-            "opening": turn.opening,
-        }
+    if (turn := tokenized.session) is not None:
+        body["session_params"] = {"id": turn.session, "rid": turn.after, "turn": turn.name, "opening": turn.bos}
+        if turn.whole:
+            body["session_params"]["whole"] = True
     return body
 
 
@@ -128,7 +124,7 @@ def _sampled(meta: Mapping[str, Any]) -> tuple[float, float] | None:
 
 def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> int:
     """Adds an answer of the native route, the `first` of its completion or not. Returns the completion's index."""
-    request, meta = outputs.request, answer["meta_info"]
+    request, meta = outputs.request.input, answer["meta_info"]
     prompt_logprobs: list[TokenLogprob] | None = None
     if first and request.return_logprob and request.logprob_start_len >= 0:
         prompt_logprobs = _logprobs(meta.get("input_token_logprobs"), meta.get("input_top_logprobs"))

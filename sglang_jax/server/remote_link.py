@@ -209,7 +209,7 @@ class RemoteLink:
         request = outputs.request
         body = request_body(request, name, self._model_info.context_length)
         headers = request_headers(request)
-        if not request.stream:
+        if not outputs.stream:
             response = await self._http.post("/generate", json=body, headers=headers)
             if response.status_code != 200:
                 raise self._error(response)

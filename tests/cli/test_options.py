@@ -104,9 +104,17 @@ OTHER_VALUES: dict[str, Any] = {
     "max_completions_per_request": 100,
     "max_logprobs_per_response": 5000,
     "max_stop_characters": 100,
+    "response_store": Path("some/responses.db"),
+    "max_stored_responses": 5,
+    "max_response_store_bytes": 1000,
+    "response_store_days": 0.5,
     "max_grammar_characters": 200,
     "max_json_depth": 20,
     "max_body_bytes": 1000,
+    "files_dir": Path("some/files"),
+    "max_file_bytes": 2000,
+    "max_files_bytes": 3000,
+    "max_batch_lines": 40,
     "max_connections": 50,
     "client_timeout": 5.0,
     "allowed_hosts": "a.example,b.example",
@@ -157,6 +165,26 @@ def test_a_flag_sets_only_its_field(field: str) -> None:
     assert config == ServerConfig(**{field: value})
     if field != "debug_memory":  # on in the environment of all tests
         assert config != ServerConfig()
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "names"),
+    [
+        ("m --served-model-name a b --port 1", "m", ("a", "b")),
+        ("--served_model_name a b --model-path m", "m", ("a", "b")),
+        ("--served-model-name a m", "m", ("a",)),
+        ("--port 1 --served-model-name a b m --tp 2", "m", ("a", "b")),
+        ("--served-model-name a --model m --served-model-name b", "m", ("a", "b")),
+        ("--served-model-name=a m", "m", ("a",)),
+    ],
+)
+def test_the_model_may_have_several_names(
+    monkeypatch: pytest.MonkeyPatch, words: str, model: str, names: tuple[str, ...]
+) -> None:
+    served: list[ServerConfig] = []
+    monkeypatch.setattr("sglang_jax.server.serve.run", lambda config: served.append(config) or 0)
+    assert run(serve, "serve", words.split()) == 0
+    assert (served[0].model_path, served[0].model_names) == (model, names)
 
 
 def test_help_shows_description_default_and_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 from sglang_jax.engine.fair_threads import FairThreads, Piece, Pieces
 from sglang_jax.engine.prompt_reader import TOKENIZER_THREADS, PromptReader
+from sglang_jax.engine.types import SCRIPT, Origin
+
+MANY = 10**6
 
 
 class Waiting:
@@ -206,7 +209,9 @@ async def test_texts_of_several_requests_are_tokenized_alternately(length: int) 
     reader = PromptReader(GatedTokenizer())
 
     def read(name: str, flow: str) -> asyncio.Task[list[int]]:
-        return asyncio.create_task(reader.encode(name * length, max_tokens=10**6, flow=flow))
+        return asyncio.create_task(
+            reader.encode(name * length, Origin(flow=flow), MANY, max_tokens=MANY, param="prompt")
+        )
 
     at_once = TOKENIZER_THREADS if length <= 65_536 else 1
     batch = [read("b", "batch") for _ in range(50)]
@@ -235,9 +240,12 @@ async def test_a_short_text_does_not_wait_for_a_long_one_being_tokenized(length:
             return [1]
 
     reader = PromptReader(GatedTokenizer())
-    long = [asyncio.create_task(reader.encode("l" * length, max_tokens=10**6)) for _ in range(10)]
+    long = [
+        asyncio.create_task(reader.encode("l" * length, SCRIPT, MANY, max_tokens=MANY, param="prompt"))
+        for _ in range(10)
+    ]
     await until_started(gate, 1)
-    assert await asyncio.wait_for(reader.encode("s" * 3000, max_tokens=10**6), 10) == [1]
+    assert await asyncio.wait_for(reader.encode("s" * 3000, SCRIPT, MANY, max_tokens=MANY, param="prompt"), 10) == [1]
     gate.open.set()
     await asyncio.gather(*long)
     reader.close()

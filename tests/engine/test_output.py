@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from helpers.engine_fakes import ByteDecoder
 from helpers.scripted_core import ScriptedCore
+from helpers.tokenized import tokenized
 
 from sglang_jax import errors
 from sglang_jax.engine import core_link
@@ -31,7 +32,7 @@ from sglang_jax.scheduler.messages import DraftCounts, Finished, Started, StepOu
 
 
 def completion(stop: tuple[str, ...] = ()) -> Completion:
-    outputs = RequestOutputs(GenerateInput(prompt=[1, 2, 3], stream=True))
+    outputs = RequestOutputs(tokenized(GenerateInput(prompt=[1, 2, 3], stream=True)))
     text = OutputText(ByteDecoder(), stop, frozenset({0}))
     return Completion(outputs, index=0, prompt_tokens=3, text=text)
 
@@ -56,7 +57,7 @@ async def test_a_late_reader_of_a_stream_gets_it_in_pieces() -> None:
     """Regression: thousands of tokens with twenty alternatives each, at once, blocked the event loop for a quarter of a
     second."""
     request = GenerateInput(prompt=[1, 2, 3], stream=True, return_logprob=True, top_logprobs_num=20)
-    outputs = RequestOutputs(request)
+    outputs = RequestOutputs(tokenized(request))
     one = Completion(outputs, index=0, prompt_tokens=3, text=OutputText(ByteDecoder(), (), frozenset({0})))
     outputs.completions = [one]
     tokens = [97 + number % 26 for number in range(1000)]
@@ -82,7 +83,7 @@ async def test_a_late_reader_of_a_stream_gets_it_in_pieces() -> None:
 
 async def test_other_tasks_run_between_pieces() -> None:
     request = GenerateInput(prompt=[1], stream=True, return_logprob=True)
-    outputs = RequestOutputs(request)
+    outputs = RequestOutputs(tokenized(request))
     one = Completion(outputs, index=0, prompt_tokens=1, text=OutputText(ByteDecoder(), (), frozenset({0})))
     outputs.completions = [one]
     for _ in range(3 * PIECE_LOGPROBS):
@@ -273,7 +274,7 @@ def test_logprobs_of_a_complete_answer_are_stored_compactly_until_they_are_read(
     tracemalloc.start()
     prompt = np.zeros(2000, np.int32)
     outputs = RequestOutputs(
-        GenerateInput(prompt=prompt, return_logprob=True, logprob_start_len=0, top_logprobs_num=20)
+        tokenized(GenerateInput(prompt=prompt, return_logprob=True, logprob_start_len=0, top_logprobs_num=20))
     )
     each = Completion(outputs, index=0, prompt_tokens=2000, text=OutputText(ByteDecoder(), (), frozenset({0})))
     outputs.completions = (each,)
@@ -454,7 +455,7 @@ async def test_an_error_that_ended_a_request_keeps_no_reference_to_its_output() 
     garbage collector ran."""
     gc.disable()
     try:
-        outputs = RequestOutputs(GenerateInput(prompt=[1, 2, 3], stream=True))
+        outputs = RequestOutputs(tokenized(GenerateInput(prompt=[1, 2, 3], stream=True)))
         outputs.give_up(errors.UnreadError("unread"))
         with suppress(errors.UnreadError):
             await outputs.take()
@@ -475,7 +476,7 @@ def with_prompt_logprobs(n: int) -> tuple[RequestOutputs, list[Completion]]:
         logprob_start_len=0,
         top_logprobs_num=20,
     )
-    outputs = RequestOutputs(request)
+    outputs = RequestOutputs(tokenized(request))
     each = [
         Completion(outputs, index=index, prompt_tokens=100, text=OutputText(ByteDecoder(), (), frozenset({0})))
         for index in range(n)

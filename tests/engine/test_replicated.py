@@ -65,7 +65,7 @@ async def test_requests_are_distributed_and_keep_their_names(two: ScriptedReplic
     await until(lambda: sum(len(two.engine(index).asked) for index in (0, 1)) == 4)
     assert [load.in_flight for load in client.loads()] == [2, 2]
     for index in (0, 1):
-        assert all(list(request.prompt) == [97, 98, 99] for request in two.engine(index).asked.values())
+        assert all(list(request.token_ids) == [97, 98, 99] for request in two.engine(index).asked.values())
         two.engine(index).answer_all()
     outputs = [output for task in tasks for output in await task]
     assert [output.request_id for output in outputs] == [f"mine-{number}" for number in range(4)]

@@ -26,10 +26,12 @@ from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.scheduler.commands import (
     CloseSession,
+    ContinueGeneration,
     FlushCache,
     GetCacheReport,
     GetState,
     OpenSession,
+    PauseGeneration,
     StartProfile,
     StopProfile,
 )
@@ -203,7 +205,14 @@ class EchoCore:
                 self._requests.pop(message.id, None)
             case FlushCache():
                 self._channel.send(Reply(message.call, not self._requests, "requests run" if self._requests else ""))
-            case OpenSession() | CloseSession() | StartProfile() | StopProfile():
+            case (
+                OpenSession()
+                | CloseSession()
+                | StartProfile()
+                | StopProfile()
+                | PauseGeneration()
+                | ContinueGeneration()
+            ):
                 self._channel.send(Reply(message.call, True))
             case GetCacheReport():
                 self._channel.send(Reply(message.call, True, report=b"{}"))
@@ -247,6 +256,7 @@ class EchoCore:
                 "logprob_start": message.logprob_start,
                 "extra_key": message.extra_key,
                 "tenant": message.tenant,
+                "background": message.background,
                 "flow": message.flow,
                 "priority": message.priority,
                 "shared_len": message.shared_len,

@@ -25,7 +25,7 @@ from sglang_jax.batch.ray.engine import Launch
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.launch import launch_core
-from sglang_jax.engine.types import GenerateInput, OutputDelta
+from sglang_jax.engine.types import SCRIPT, GenerateInput, Origin, OutputDelta
 
 FATAL = "kill the actor"
 """A prompt with this prefix ends the process that runs it, with its engine."""
@@ -180,11 +180,11 @@ class _Client:
     def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
+    async def generate(self, request: GenerateInput, origin: Origin = SCRIPT) -> AsyncGenerator[OutputDelta, None]:
         if str(request.prompt).startswith(FATAL):
             os.kill(os.getpid(), signal.SIGKILL)
         while str(request.prompt).startswith(PATIENT) and len(starts(self._folder)) < 2:
             await asyncio.sleep(0.05)
-        async with aclosing(self._client.generate(request)) as outputs:
+        async with aclosing(self._client.generate(request, origin)) as outputs:
             async for output in outputs:
                 yield output

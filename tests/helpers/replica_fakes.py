@@ -20,7 +20,7 @@ from sglang_jax.engine.output import RequestOutputs
 from sglang_jax.engine.replica import Backoff, Replica
 from sglang_jax.engine.router import Router
 from sglang_jax.engine.routing import Balance, create_policy
-from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, ModelInfo, OutputDelta
+from sglang_jax.engine.types import FinishKind, FinishReason, ModelInfo, OutputDelta, TokenizedRequest
 from sglang_jax.errors import EngineDeadError, ParameterError, RequestError
 from sglang_jax.scheduler.commands import (
     CloseSession,
@@ -51,7 +51,7 @@ class ScriptedLink:
     max_total_tokens = 1024
 
     def __init__(self) -> None:
-        self.asked: dict[str, GenerateInput] = {}
+        self.asked: dict[str, TokenizedRequest] = {}
         self.started: set[str] = set()
         self.aborted: list[str] = []
         self.closed: list[bool] = []
@@ -85,7 +85,7 @@ class ScriptedLink:
                 index=index,
                 text="done",
                 token_ids=[1],
-                prompt_tokens=len(request.prompt),
+                prompt_tokens=len(request.token_ids),
                 completion_tokens=1,
                 cached_tokens=0,
                 finish=reason,

@@ -131,26 +131,26 @@ def mask_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def restart_the_matcher_after_a_retraction(monkeypatch: pytest.MonkeyPatch) -> None:
-    back = Finisher._back_to_queue
+    back = Finisher.requeue
 
     def forget(self: Finisher, request: Request) -> None:
         back(self, request)
         if request.matcher is not None:
             request.matcher.output.clear()  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Finisher, "_back_to_queue", forget)
+    monkeypatch.setattr(Finisher, "requeue", forget)
 
 
 def follow_what_was_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matcher advances a token past the output that a retracted request keeps."""
-    back = Finisher._back_to_queue
+    back = Finisher.requeue
 
     def go_on(self: Finisher, request: Request) -> None:
         back(self, request)
         if request.matcher is not None and request.prefill_len > request.prompt_len:
             request.matcher.output.append(1)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Finisher, "_back_to_queue", go_on)
+    monkeypatch.setattr(Finisher, "requeue", go_on)
 
 
 def draft_under_masks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,13 @@ from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import loop as loop_module
 from sglang_jax.scheduler.commands import (
     CloseSession,
+    ContinueGeneration,
     FlushCache,
     GetCacheReport,
     GetState,
     OpenSession,
+    PauseGeneration,
+    PauseMode,
     StartProfile,
     StopProfile,
     inbound_types,
@@ -119,6 +122,27 @@ def test_shutdown_drains_or_stops_at_once(drain: bool) -> None:
     assert set(channel.finished) == ({1, 2} if drain else set())
     assert len(channel.streams[1]) == (20 if drain else 2)
     assert loop.scheduler.idle == drain
+
+
+def test_a_paused_loop_sleeps_and_looks_alive() -> None:
+    """A watchdog would end an engine that makes no step while requests wait for it."""
+    channel = ScriptedChannel([new(1, 20), new(2, 20)], [PauseGeneration(PauseMode.IN_PLACE)], [], [new(3)])
+    loop = make_loop(channel)
+    channel.must_sleep = lambda: loop.scheduler.at_rest
+    loop.turn()
+    channel.inbox = channel.script.pop(0)
+    loop.turn()
+    assert loop.scheduler.at_rest
+    beats = []
+    for _ in range(2):
+        beats.append(loop._pulse.read())
+        loop.turn()
+    assert beats[0].ticks < beats[1].ticks
+    assert not beats[1].busy
+    assert not channel.finished
+    loop.turn()  # the script ends with a request to drain, which ends the pause
+    loop.run()
+    assert set(channel.finished) == {1, 2, 3}
 
 
 def test_a_second_shutdown_ends_the_drain() -> None:
@@ -236,6 +260,8 @@ def test_every_kind_of_message_has_its_case() -> None:
         CloseSession: CloseSession("s", "me"),
         FlushCache: FlushCache(call=1),
         GetState: GetState(call=1),
+        PauseGeneration: PauseGeneration(PauseMode.RETRACT),
+        ContinueGeneration: ContinueGeneration(call=1),
         GetCacheReport: GetCacheReport(call=1),
         StartProfile: StartProfile("/dev/null/none"),
         StopProfile: StopProfile(call=1),
@@ -253,6 +279,8 @@ def test_every_kind_of_message_has_its_case() -> None:
         StopProfile: lambda loop, channel: "no profile is being recorded" in channel.replies[0].error.message,
         GetCacheReport: lambda loop, channel: b"num_nodes" in channel.replies[0].report,
         GetState: lambda loop, channel: channel.replies[0].ok,
+        PauseGeneration: lambda loop, channel: loop.scheduler.paused and loop.scheduler.num_waiting == 1,
+        ContinueGeneration: lambda loop, channel: channel.replies[0].ok and not loop.scheduler.paused,
         Shutdown: lambda loop, channel: loop._draining,
     }.items():
         channel = ScriptedChannel([new(1)])

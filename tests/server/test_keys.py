@@ -17,10 +17,9 @@ from helpers.engine_fakes import load_fake_model
 from sglang_jax.cli.main import run as run_command
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import ServerConfig
-from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ConfigError
 from sglang_jax.server import serve as serving
-from sglang_jax.server.callers import Caller, Callers, TokenBucket, current_caller
+from sglang_jax.server.callers import Caller, Callers, Claim, TokenBucket, current_caller
 
 OPERATORS_ROUTES = (
     ("GET", "/server_info"),
@@ -30,6 +29,10 @@ OPERATORS_ROUTES = (
     ("GET", "/metrics"),
     ("GET", "/flush_cache"),
     ("POST", "/flush_cache"),
+    ("POST", "/reset_prefix_cache"),
+    ("GET", "/load"),
+    ("POST", "/pause_generation"),
+    ("POST", "/continue_generation"),
     ("POST", "/drain_replica"),
     ("POST", "/start_profile"),
     ("POST", "/stop_profile"),
@@ -207,18 +210,28 @@ class TestRoles:
             ("GET", "/livez"),
             ("GET", "/readyz"),
             ("GET", "/health_generate"),
+            ("GET", "/version"),
             ("GET", "/model_info"),
             ("GET", "/get_model_info"),
             ("GET", "/v1/models"),
             ("GET", "/v1/models/{model}"),
             ("POST", "/generate"),
             ("POST", "/v1/completions"),
+            ("POST", "/v1/messages"),
+            ("POST", "/v1/messages/count_tokens"),
             ("POST", "/v1/chat/completions"),
             ("POST", "/v1/messages"),
             ("POST", "/v1/messages/count_tokens"),
             *(("POST", f"/api/{name}") for name in ("chat", "generate", "show")),
             *(("GET", f"/api/{name}") for name in ("tags", "ps", "version")),
+            ("POST", "/v1/responses"),
+            ("GET", "/v1/responses/{response_id}"),
+            ("DELETE", "/v1/responses/{response_id}"),
+            ("POST", "/v1/responses/{response_id}/cancel"),
+            ("GET", "/v1/responses/{response_id}/input_items"),
             ("POST", "/tokenize"),
+            ("POST", "/parse_function_call"),
+            ("POST", "/separate_reasoning"),
             ("GET", "/tokenizer_info"),
             ("POST", "/detokenize"),
             ("POST", "/open_session"),
@@ -382,8 +395,9 @@ def test_a_rate_bucket_refills_evenly_up_to_a_minutes_tokens() -> None:
 
 def test_any_cache_salt_stays_in_the_keys_own_cache() -> None:
     ann = Caller("ann", cache_secret=b"made of ann's key")
-    assert ann.adopt(GenerateInput(prompt="a"), "x").tenant == "ann"
-    found = [ann.adopt(GenerateInput(prompt="a", extra_key=name), "x").extra_key for name in (None, "", "a", "\udc00")]
+    origin = ann.origin("x", Claim("bob", "y"))
+    assert (origin.tenant, origin.flow) == ("ann", "x")
+    found = [origin.namespace(extra_key) for extra_key in (None, "", "a", "\udc00")]
     assert found[0] == found[1]
     assert len(set(found)) == 3
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from starlette.types import ASGIApp, Message
 
+from sglang_jax.about import version
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import ReplicaLoad, ReplicaState
 from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
@@ -54,6 +55,27 @@ def test_the_root_route_describes_the_server(server: EchoServer) -> None:
         assert server.http.request(method, path).status_code == 200
 
 
+def test_version_and_load(slow_server: EchoServer) -> None:
+    http = slow_server.http
+    assert http.get("/version").json() == {"version": version()}
+    assert http.get("/load").json() == {"server_load": 0}
+    with http.stream("POST", "/generate", json={"text": "abc" * 100, "stream": True, "rid": "load"}) as stream:
+        next(stream.iter_lines())
+        assert http.get("/load").json() == {"server_load": 1}
+
+
+def test_the_model_has_several_names() -> None:
+    with serve_echo(served_model_name=["one", "two/three"]) as server:
+        assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["one", "two/three"]
+        assert server.http.get("/v1/models/two/three").json()["id"] == "two/three"
+        for name in ("one", "two/three", "default"):
+            answer = server.http.post("/v1/completions", json={"prompt": "a", "model": name})
+            assert answer.json()["model"] == "one"
+        refused = server.http.post("/v1/completions", json={"prompt": "a", "model": "echo"})
+        assert refused.status_code == 404
+        assert "this server serves 'one', 'two/three'" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 def test_server_info(server: EchoServer, path: str) -> None:
     info = server.http.get(path).json()
@@ -63,12 +85,14 @@ def test_server_info(server: EchoServer, path: str) -> None:
     assert "api_key" not in info
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_flush_cache(slow_server: EchoServer, method: str) -> None:
-    assert slow_server.http.request(method, "/flush_cache").json()["success"] is True
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/flush_cache"), ("POST", "/flush_cache"), ("POST", "/reset_prefix_cache")]
+)
+def test_flush_cache(slow_server: EchoServer, method: str, path: str) -> None:
+    assert slow_server.http.request(method, path).json()["success"] is True
     connection = slow_server.send("/generate", LONG)
     wait_for(lambda: slow_server.running() == 1)
-    busy = slow_server.http.request(method, "/flush_cache")
+    busy = slow_server.http.request(method, path)
     assert (busy.status_code, busy.json()["error"]["code"]) == (400, "engine_busy")
     connection.close()
     wait_for(lambda: slow_server.running() == 0)

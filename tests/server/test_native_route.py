@@ -11,6 +11,7 @@ import pytest
 from helpers.echo_server import EchoServer, serve_echo
 from helpers.engine_fakes import CACHED_TOKENS, EOS
 from helpers.stepped_core import Steps, load_stepped
+from helpers.tokenized import tokenized
 
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.server.remote_format import request_body
@@ -185,7 +186,7 @@ def test_marker_tokens_are_shown(server: EchoServer) -> None:
     """A server behind another one needs them so that the other can parse replies."""
     body = {"input_ids": [65, 258, 66, 259, 67], "sampling_params": {"stop": ["<25", "C"]}}
     assert server.http.post("/generate", json=body).json()["text"] == "AB"
-    asked = request_body(GenerateInput(prompt=[65], markers=frozenset({258})), "name", 99)
+    asked = request_body(tokenized(GenerateInput(prompt=[65], markers=frozenset({258}))), "name", 99)
     assert asked["marker_token_ids"] == [258]
     shown = server.http.post("/generate", json={**body, "marker_token_ids": asked["marker_token_ids"]}).json()
     assert (shown["text"], shown["meta_info"]["finish_reason"]["matched"]) == ("A<258>B", "C")

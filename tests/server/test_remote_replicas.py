@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import numpy as np
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
 from helpers.engine_fakes import MODEL_INFO, ByteDecoder, ByteTokenizer, load_echo, load_fake_model
+from helpers.tokenized import tokenized
 from starlette.datastructures import Headers
 
 from sglang_jax.config import EngineConfig, ServerConfig
@@ -24,11 +24,13 @@ from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.launch import launch_link
 from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.placement import Placement
-from sglang_jax.engine.types import EngineClient, GenerateInput, SessionTurnInput
+from sglang_jax.engine.types import EngineClient, GenerateInput, Origin, SessionTurnInput
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.sampling.grammar import Grammar, GrammarKind, choice_grammar, json_grammar, tag_grammar
+from sglang_jax.scheduler.messages import SessionTurn
 from sglang_jax.server import remote_link
+from sglang_jax.server.callers import Caller
 from sglang_jax.server.native_schema import GenerateBody, native_request
 from sglang_jax.server.remote_format import request_body, request_headers
 from sglang_jax.server.remote_link import RemoteLink
@@ -304,7 +306,7 @@ async def test_a_broken_connection_reports_whether_any_output_arrived(begun: boo
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         link = RemoteLink(address, httpx2.AsyncClient(base_url=f"http://{address}"), MODEL_INFO)
-        outputs = RequestOutputs(GenerateInput(prompt=np.array([1]), stream=True))
+        outputs = RequestOutputs(tokenized(GenerateInput(prompt=[1], stream=True)))
         text = OutputText(ByteDecoder(), (), frozenset())
         outputs.completions = [Completion(outputs, index=0, prompt_tokens=1, text=text)]
         link.submit(outputs)
@@ -387,6 +389,9 @@ def test_a_router_forwards_the_tenant_of_requests(tmp_path: Path) -> None:
         assert tenant(behind, "client's", **{"X-Tenant": "one"}) == "api_key"
         assert tenant(behind, "operator's", **{"X-Tenant": "o%20ne"}) == "o ne"
         assert tenant(behind, "operator's") == "admin_api_key"
+        for key, believed in (("client's", False), ("operator's", True)):
+            tenant(behind, key, **{"X-Background": "1"})
+            assert behind.seen()[-1]["background"] is believed
         batch = {"text": ["abc", "abd"], "rid": ["p", "q"], "sampling_params": {"n": 2}}
         for server, key in ((router, "one's"), (router, "other's"), (behind, "client's")):
             answer = server.http.post("/generate", json=batch, headers={"Authorization": f"Bearer {key}"})
@@ -514,18 +519,21 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
         routing_key="key",
         markers=frozenset({7, 9}),
         continues_text=False,
-        tenant="Ärger & Söhne",
-        flow="gen-\u00e4",
-        session=SessionTurnInput("s", after="r", name="x", opening=7),
+        session=SessionTurnInput("s", after="r", name="x", opening=7, whole=True),
         shared_len=2,
     )
     plain = GenerateInput(prompt=[])
     defaults = [one.name for one in dataclasses.fields(sent) if getattr(sent, one.name) == getattr(plain, one.name)]
     assert set(defaults) <= {"sampling"}, "each field has another value than its default"
-    body = json.loads(json.dumps(request_body(sent, "x", 100)))
-    headers = Headers(request_headers(sent))
+    origin = Origin("Ärger & Söhne", "gen-\u00e4", background=True)
+    turn = SessionTurn("s", origin.tenant, "x", after="r", bos=7, whole=True)
+    request = tokenized(sent, origin, session=turn)
+    body = json.loads(json.dumps(request_body(request, "x", 100)))
+    headers = Headers(request_headers(request))
     others = GenerationDefaults(temperature=0.3, top_p=0.2, top_k=3, min_p=0.5, repetition_penalty=2.0)
-    (arrived,) = native_request(GenerateBody(**body), others, headers, lambda *_: None).prompts
+    call = native_request(GenerateBody(**body), others, headers, lambda *_: None)
+    assert Caller("router", admin=True).origin("mine", call.claim) == origin
+    (arrived,) = call.prompts
     sampling = dataclasses.replace(arrived.sampling, stop_token_ids=tuple(arrived.sampling.stop_token_ids))
     assert dataclasses.replace(arrived, sampling=sampling) == sent
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
 from helpers.engine_fakes import load_fake_model
+from helpers.tokenized import tokenized
 
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.logs import JsonLines, TextLines
@@ -170,7 +171,7 @@ print(logs.own_level())
 
 
 def test_without_a_request_there_is_no_header() -> None:
-    assert request_headers(GenerateInput(prompt=[1])) == {}
+    assert request_headers(tokenized(GenerateInput(prompt=[1]))) == {}
 
 
 @pytest.mark.parametrize("body", [{}, {"stop": ["never said"]}])

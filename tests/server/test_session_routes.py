@@ -7,6 +7,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,47 @@ def test_concurrent_session_turns_equal_whole_prompts(server: EchoServer) -> Non
             sessions[session] = [*prompt, *answer["output_ids"]]
     for session in sessions:
         closed(server, session)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_a_pause_holds_requests_and_turns_until_it_ends(server: EchoServer, mode: str) -> None:
+    """On all replicas. The server stays healthy, and a turn that is aborted does not count."""
+    session = opened(server)
+    history = [*b"first", *turn(server, session, "first").json()["output_ids"]]
+    assert post(server, "/pause_generation", {"mode": mode}, "eve's").json()["status"] == "ok"
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 5, "seed": 3}}
+    with ThreadPoolExecutor(8) as pool:
+        try:
+            held = pool.submit(turn, server, session, "next")
+            waiting = [pool.submit(post, server, "/generate", body) for _ in range(6)]
+            wait_for(lambda: requests_in_flight(server) == 7)
+            assert server.http.get("/health").status_code == 200
+            if mode == "abort":
+                post(server, "/pause_generation", {}, "eve's")
+                wait_for(lambda: requests_in_flight(server) == 0)
+        finally:
+            assert post(server, "/continue_generation", {"torch_empty_cache": True}, "eve's").json()["status"] == "ok"
+    answers = [one.result(20).json() for one in (held, *waiting)]
+    if mode == "abort":
+        assert {one["meta_info"]["finish_reason"]["type"] for one in answers} == {"abort"}
+    else:
+        history += b"next"
+        assert answers[0]["output_ids"] == ORACLE.output(history, 3, 5, {FAKE_EOS})
+        history += answers[0]["output_ids"]
+        assert all(one["output_ids"] == ORACLE.output([*b"x"], 3, 5, {FAKE_EOS}) for one in answers[1:])
+    last = turn(server, session, "last").json()
+    assert last["output_ids"] == ORACLE.output([*history, *b"last"], 3, 5, {FAKE_EOS})
+    closed(server, session)
+
+
+def requests_in_flight(server: EchoServer) -> int:
+    load: int = server.http.get("/load", headers={"Authorization": "Bearer eve's"}).json()["server_load"]
+    return load
+
+
+def test_a_pause_needs_a_known_mode(server: EchoServer) -> None:
+    error = refused(post(server, "/pause_generation", {"mode": "sleep"}, "eve's"), 400, "abort", "retract", "in_place")
+    assert error["param"] == "mode"
 
 
 def test_a_session_belongs_to_its_caller(server: EchoServer) -> None:

@@ -32,7 +32,7 @@ def test_the_number_of_texts_of_a_tokenize_request_is_limited(server: EchoServer
 def test_nothing_is_tokenized_for_a_client_that_left(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = list[str](), list[str]()
 
-    async def encode(self: AsyncEngineClient, text: str, **_: Any) -> list[int]:
+    async def encode(self: AsyncEngineClient, text: str, *_: Any, **__: Any) -> list[int]:
         begun.append(text)
         try:
             await asyncio.Event().wait()

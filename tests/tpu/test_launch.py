@@ -259,6 +259,7 @@ class OpenedConfig:
         ["some/model"],
         ["some/model", "--page-size", "128"],
         ["--page-size", "128", "--served-model-name", "x", "some/model", "--port", "1"],
+        ["some/model", "--served-model-name", "x", "y", "--port", "1"],
         ["some/model", "--model-path", "some/model"],
     ],
 )
