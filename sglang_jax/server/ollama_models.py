@@ -102,7 +102,7 @@ class OllamaShowBody(Body):
 
 
 def models_router(context: ServerContext, conversations: Conversations) -> APIRouter:
-    router = APIRouter(route_class=JsonRoute)
+    router = APIRouter(route_class=JsonRoute, strict_content_type=False)
     name, info = context.config.model_name, context.client.model_info
     started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     digest = hashlib.sha256(f"{name}\n{info.model_path}".encode()).hexdigest()

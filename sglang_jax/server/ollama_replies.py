@@ -313,7 +313,7 @@ def within_context(planned: PlannedReply, num_ctx: int | None) -> PlannedReply:
 
 
 def ollama_router(context: ServerContext, conversations: Conversations) -> APIRouter:
-    router = APIRouter(route_class=JsonRoute)
+    router = APIRouter(route_class=JsonRoute, strict_content_type=False)
 
     @router.post("/api/chat")
     @answers(OllamaChat, OllamaChat, JSON_LINES)

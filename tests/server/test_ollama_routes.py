@@ -127,6 +127,15 @@ def test_thinking_is_separate_and_can_be_left_out(thinking: EchoServer) -> None:
     assert ask(thinking, GENERATE, prompt)["thinking"] == "user: hm"
 
 
+@pytest.mark.parametrize("padding", ["", " " * 70_000], ids=["short", "long"])
+def test_a_body_without_a_content_type_is_json(server: EchoServer, padding: str) -> None:
+    body = json.dumps(chat_of("hi", stream=False)) + padding
+    answer = server.http.post(CHAT, content=body)
+    assert answer.json()["message"]["content"] == "user: hi\n"
+    other = server.http.post(CHAT, content=body, headers={"Content-Type": "text/plain"})
+    assert other.status_code == 415
+
+
 def test_logprobs_are_in_each_part_once(server: EchoServer) -> None:
     body = chat_of("hi", logprobs=True, top_logprobs=2)
     whole = ask(server, CHAT, body)
