@@ -21,6 +21,8 @@ from helpers.scheduling import Bench
 from prometheus_client.metrics_core import Metric
 
 from sglang_jax import Engine, SamplingParams, errors
+from sglang_jax.batch.served import record as batch_record
+from sglang_jax.batch.served.routes import serve_batches
 from sglang_jax.cli.main import cli
 from sglang_jax.cli.options import flag_name
 from sglang_jax.config import EngineConfig, ServerConfig
@@ -35,9 +37,11 @@ from sglang_jax.server.auth import ROUTES_PATH
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.control import AbortBody
 from sglang_jax.server.fields import IGNORED_FIELDS, MAX_STOP_STRINGS, NEUTRAL_VALUES, Body
+from sglang_jax.server.file_store import FileStore
 from sglang_jax.server.management import DetokenizeBody, TokenizeBody
 from sglang_jax.server.native_schema import GenerateBody
 from sglang_jax.server.openai_schema import ChatBody, CompletionBody, StreamOptions
+from sglang_jax.server.responses_schema import ResponsesBody
 from sglang_jax.server.sampling import NativeSampling, SamplingFields
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +67,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "chunked_prefill_size",
         "cuda_graph_max_bs",
         "dist_init_addr",
+        "response_store",
         "dist_bind_host",
         "group_secret_file",
         "target_itl_ms",
@@ -82,13 +87,14 @@ DEFAULTS_IN_WORDS = frozenset(
         "admin_api_key",
         "admin_api_key_file",
         "chat_template",
+        "files_dir",
     }
 )
 """Options whose default depends on the model, the device or the environment, or is None."""
 
 
 @pytest.fixture(scope="module")
-def context() -> ServerContext:
+def context(tmp_path_factory: pytest.TempPathFactory) -> ServerContext:
     load = ReplicaLoad(
         index=0,
         state=ReplicaState.SERVING,
@@ -97,12 +103,14 @@ def context() -> ServerContext:
         stats=SchedulerStats(experts=[ExpertBalance(0, 1, 1.0)]),
     )
     client = SimpleNamespace(model_info=MODEL_INFO, loads=lambda: [load], alive=True)
-    return create_context(client, ServerConfig())
+    files = FileStore(tmp_path_factory.mktemp("files"), max_file_bytes=1, max_bytes=1)
+    return create_context(client, ServerConfig(), files=files)
 
 
 @pytest.fixture(scope="module")
 def app(context: ServerContext) -> FastAPI:
-    return create_app(context)
+    assert context.files is not None
+    return create_app(context, serve_batches(context, context.files))
 
 
 def section(page: str, heading: str) -> str:
@@ -150,7 +158,7 @@ def test_defaults_and_choices_of_a_flag(row: list[str]) -> None:
 def test_every_route_is_described(app: FastAPI) -> None:
     paths = app.openapi()["paths"]
     assert "/v1/chat/completions" in paths
-    described = set(re.findall(r"`(?:(?:GET|POST) )?(/[a-z0-9_/{}]+)`", API))
+    described = set(re.findall(r"`(?:(?:GET|POST|DELETE) )?(/[a-z0-9_/{}]+)`", API))
     assert described == {*paths, ROUTES_PATH}
     for path, operations in paths.items():
         for method in operations:
@@ -161,6 +169,7 @@ def test_every_route_is_described(app: FastAPI) -> None:
     ("heading", "body"),
     [
         ("## `POST /v1/chat/completions`", ChatBody),
+        ("## `POST /v1/responses`", ResponsesBody),
         ("## `POST /v1/messages`", MessagesBody),
         ("## `POST /v1/completions`", CompletionBody),
         ("## `POST /generate`", GenerateBody),
@@ -201,7 +210,7 @@ def test_ignored_fields_are_listed() -> None:
 
 def error_codes() -> Iterator[tuple[int, str]]:
     """Status and code of every error class, and codes given where an error is raised."""
-    for module in (errors, server_errors):
+    for module in (errors, server_errors, batch_record):
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, errors.RequestError):
                 yield value.status, value.code

@@ -15,8 +15,12 @@ from sglang_jax.batch.lines import BadLine, Line
 
 logger = logging.getLogger(__name__)
 
-TRANSIENT_CODES = frozenset({"engine_dead", "shutting_down", "unavailable"})
+TRANSIENT_CODES = frozenset({"engine_dead", "unavailable"})
 """Error codes that the line did not cause: it is retried."""
+
+BUSY_CODES = frozenset({"queue_full", "busy", "shutting_down", "rate_limit_exceeded"})
+"""Error codes of a server without room for the line: it is sent again, however often, but never as another line's
+fault."""
 
 _ADDRESS = ("batch", 0)
 
@@ -46,16 +50,18 @@ class _CachedTokens(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """`prompt_tokens_details`: None for callers who are not told what was cached."""
+
     prompt_tokens: int
     completion_tokens: int
-    prompt_tokens_details: _CachedTokens
+    prompt_tokens_details: _CachedTokens | None = None
 
 
 class _MetaInfo(msgspec.Struct):
     id: str
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
 
 
 class _OpenAIBody(msgspec.Struct):
@@ -74,6 +80,7 @@ class _ErrorBody(msgspec.Struct):
 _openai = msgspec.json.Decoder(_OpenAIBody)
 _native = msgspec.json.Decoder(list[_NativeBody])
 _error = msgspec.json.Decoder(_ErrorBody)
+_written = msgspec.json.Decoder(_OutputLine)
 _encoder = msgspec.json.Encoder()
 
 
@@ -104,6 +111,11 @@ class AppReply:
     def transient(self) -> bool:
         """Whether it is an error that the line did not cause."""
         return self.status >= 500 and _error.decode(self.body).error.code in TRANSIENT_CODES
+
+    @property
+    def busy(self) -> bool:
+        """Whether the server has no room for the line at the moment."""
+        return self.status in (429, 503) and _error.decode(self.body).error.code in BUSY_CODES
 
 
 async def post(app: ASGIApp, line: Line) -> AppReply:
@@ -174,6 +186,12 @@ def error_answer(line: Line | BadLine, code: str, message: str) -> Answer:
     return Answer(Kind.ERROR, _encode_line(line.number, line.custom_id, None, _ErrorObject(message=message, code=code)))
 
 
+def tokens_of(line: bytes) -> Tokens:
+    """Returns the token counts of a line of an output file."""
+    response = _written.decode(line).response
+    return Tokens() if response is None else _read_usage(bytes(response.body))[1]
+
+
 def _encode_line(number: int, custom_id: str | None, response: _Response | None, error: _ErrorObject | None) -> bytes:
     return _encoder.encode(_OutputLine(line_id(number), custom_id, response, error)) + b"\n"
 
@@ -184,11 +202,11 @@ def _read_usage(body: bytes) -> tuple[str, Tokens]:
     if body.startswith(b'{"id"'):
         answer = _openai.decode(body)
         usage = answer.usage
-        cached = usage.prompt_tokens_details.cached_tokens
+        cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
         return answer.id, Tokens(usage.prompt_tokens, cached, usage.completion_tokens)
     outputs = [one.meta_info for one in _native.decode(body if body.startswith(b"[") else b"[%b]" % body)]
     return outputs[0].id, Tokens(
         sum(one.prompt_tokens for one in outputs),
-        sum(one.cached_tokens for one in outputs),
+        sum(one.cached_tokens or 0 for one in outputs),
         sum(one.completion_tokens for one in outputs),
     )

@@ -62,15 +62,6 @@ def cannot_write(path: Path, error: OSError) -> BatchError:
     return BatchError(f"cannot write {path}: {error.strerror}; finished lines are kept; run the same command to resume")
 
 
-def sync_folder(path: Path) -> None:
-    """Makes the creation, renaming and removal of files in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def lines_of(path: Path, read_bytes: int = READ_BYTES) -> Iterator[tuple[int, bytes]]:
     """Yields offset and content of each line with its newline, which the last may lack; nothing without a file."""
     if not path.exists():

@@ -30,6 +30,10 @@ SYNC_SECONDS = 5.0
 """Seconds between syncs: a crash of the machine may lose lines written since the last one."""
 
 
+BUSY_SECONDS = 1.0
+"""Seconds until a line that the server has no room for is sent again."""
+
+
 class ServedEngine(EngineClient, Protocol):
     @property
     def max_running_requests(self) -> int:
@@ -69,6 +73,7 @@ class Driver:
     - `records`: the input, without lines that are written already. It is iterated in threads, one at a time.
     - `defaults`, `random_seed`: see `parse_line`; `read_lines`: maximum lines read and parsed together.
     - `max_ahead`: maximum lines read beyond the oldest unfinished line, if the sink keeps the order.
+    - `max_in_flight`: maximum lines that each replica answers at once; None for as many as keep its rows busy.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Driver:
         read_lines: int = READ_LINES,
         max_ahead: int,
         make_app: MakeApp,
+        max_in_flight: int | None = None,
     ) -> None:
         self._records = records
         self._sink = sink
@@ -93,6 +99,7 @@ class Driver:
         self._read_lines = read_lines
         self._max_ahead = max_ahead
         self._make_app = make_app
+        self._max_in_flight = max_in_flight
         self._apps: dict[int, _ServingApp] = {}
 
     async def run(self, replicas: Sequence[ServingReplica]) -> None:
@@ -161,7 +168,7 @@ class Driver:
         try:
             engine = await replica.serving()
             async with asyncio.TaskGroup() as group:
-                count = FLIGHTS_PER_ROW * engine.max_running_requests
+                count = self._max_in_flight or FLIGHTS_PER_ROW * engine.max_running_requests
                 workers = [group.create_task(self._work(replica)) for _ in range(count)]
             return next((loss for worker in workers if (loss := worker.result()) is not None), None)
         except EngineDeadError as error:
@@ -198,7 +205,8 @@ class Driver:
         return known
 
     async def _answer(self, replica: ServingReplica, app: ASGIApp, job: Job) -> None:
-        reply = await post(app, job.line)
+        while (reply := await post(app, job.line)).busy:
+            await asyncio.sleep(BUSY_SECONDS)
         if not reply.transient:
             answer = answer_of(job.line, reply)
         elif self._queue.lose(replica.index, job):
@@ -207,7 +215,7 @@ class Driver:
             message = f"the engine was lost each of the {job.losses} times that this line was run"
             answer = error_answer(job.line, "engine_dead", message)
         self._finish(job.line.number, answer)
-        self._queue.finish(replica.index)
+        self._queue.finish(replica.index, job)
 
     def _finish(self, number: int, answer: Answer) -> None:
         self._sink.add(number, answer.kind, answer.line)

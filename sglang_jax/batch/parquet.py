@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import Raw
 
-from sglang_jax.batch.append_file import lines_of, sync_folder
+from sglang_jax.batch.append_file import lines_of
 from sglang_jax.batch.journal import LineSet, number_of
 from sglang_jax.batch.source import Record, Skip
 from sglang_jax.errors import BatchError
+from sglang_jax.server.durable import sync_folder
 
 READ_ROWS = 256
 """Rows converted to Python objects at a time."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from sglang_jax.batch.append_file import cannot_write, sync_folder
+from sglang_jax.batch.append_file import cannot_write
 from sglang_jax.errors import BatchError
+from sglang_jax.server.durable import FolderLock, LockedError, replace_file, sync_folder
 
 HASHED_BLOCKS = 16
 HASHED_BLOCK_BYTES = 256 * 1024
@@ -59,22 +57,16 @@ class RunFolder:
         self.path = output.with_name(output.name + ".run")
         try:
             self.path.mkdir(exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise BatchError(f"cannot write {self.path}: {error.strerror}; choose another --output") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
-            os.close(self._lock)
+            self._lock = FolderLock(self.path)
+        except LockedError as error:
             raise BatchError(
-                f"another run (process {holder or 'unknown'}) writes {output}; wait for it, or choose another --output"
+                f"another run (process {error.holder or 'unknown'}) writes {output}; wait for it, or choose another "
+                "--output"
             ) from error
-        try:
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         except OSError as error:
-            os.close(self._lock)
             raise cannot_write(self.path, error) from error
 
     def claim(self, written: list[Path], identity: InputIdentity, options: Mapping[str, OptionValue]) -> None:
@@ -93,22 +85,14 @@ class RunFolder:
         check_same(read_manifest(path.read_bytes(), path), manifest, self._output, self.path)
 
     def _write(self, path: Path, manifest: RunManifest) -> None:
-        draft = path.with_suffix(".draft")
-        content = msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
         try:
-            with draft.open("wb", buffering=0) as file:
-                file.write(content)
-                os.fsync(file.fileno())
-            if draft.stat().st_size < len(content):  # a disk that is nearly full stores only part
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            draft.replace(path)
-            sync_folder(self.path)
+            replace_file(path, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
             sync_folder(self._output.parent)
         except OSError as error:
-            raise cannot_write(path, error) from error
+            raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        os.close(self._lock)
+        self._lock.close()
 
     def __enter__(self) -> Self:
         return self

@@ -21,10 +21,13 @@ class Job:
 class WorkQueue:
     """A queue from which all replicas take lines as soon as they have room. When an engine is lost, any of its lines
     may be the cause, so all of them are retried, at most `max_retries` times. On its last retry, a line has an engine
-    to itself, so a line that kills engines makes no other line fail."""
+    to itself, so a line that kills engines makes no other line fail. `max_bytes`: replicas wait while lines in progress
+    have this many bytes; None for no limit."""
 
-    def __init__(self, window: Lookahead[Line], max_retries: int) -> None:
+    def __init__(self, window: Lookahead[Line], max_retries: int, max_bytes: int | None = None) -> None:
         self.num_retries = 0
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._window = window
         self._max_retries = max_retries
         self._retries: deque[Job] = deque()
@@ -44,6 +47,10 @@ class WorkQueue:
     @property
     def full(self) -> bool:
         return self._window.full
+
+    @property
+    def _too_many_bytes(self) -> bool:
+        return self._max_bytes is not None and self._bytes >= self._max_bytes
 
     def push(self, line: Line) -> None:
         self._window.push(line, key=line.key, number=line.number, size=line.size)
@@ -69,16 +76,18 @@ class WorkQueue:
             await asyncio.shield(self._line_ready)
         return job
 
-    def finish(self, replica: int) -> None:
+    def finish(self, replica: int, job: Job) -> None:
+        too_many = self._too_many_bytes
         self._in_flight[replica] -= 1
+        self._bytes -= job.line.size
         self._wake_readers()
-        if self._isolated_replica == replica or not self._in_flight.total():
+        if too_many or self._isolated_replica == replica or not self._in_flight.total():
             self._wake_replicas()
 
     def give_back(self, replica: int, job: Job) -> None:
         """Takes back a line that the replica did not start. A line that must run in isolation still will."""
         (self._isolated if job.losses and job.losses == self._max_retries else self._retries).append(job)
-        self.finish(replica)
+        self.finish(replica, job)
         self._wake_replicas()
 
     def lose(self, replica: int, job: Job) -> bool:
@@ -89,7 +98,7 @@ class WorkQueue:
         self.num_retries += 1
         (self._isolated if job.losses == self._max_retries else self._retries).append(job)
         self._window.forget(replica)
-        self.finish(replica)
+        self.finish(replica, job)
         self._wake_replicas()
         return True
 
@@ -107,9 +116,10 @@ class WorkQueue:
                 return None
             if not self._isolated:
                 self._isolated_replica = None
-        job = self._choose(replica)
+        job = None if self._too_many_bytes else self._choose(replica)
         if job is not None:
             self._in_flight[replica] += 1
+            self._bytes += job.line.size
             self._wake_readers()
         return job
 

@@ -47,6 +47,7 @@ class ServeCommand(click.Command):
 def serve(config: ServerConfig, model: str | None) -> int:
     """Serve MODEL (as for --model-path) over HTTP: OpenAI's routes and SGLang's native ones."""
     config = with_model(config, model)
-    from sglang_jax.server.serve import run  # imported late: --help must be fast
+    from sglang_jax.batch.served.routes import serve_batches  # imported late: --help must be fast
+    from sglang_jax.server.serve import run
 
-    return run(config)
+    return run(config, make_service=serve_batches)

@@ -47,6 +47,20 @@ class ServerConfig(EngineConfig):
     max_json_depth: int = Field(
         64, ge=8, le=200, description="maximum nesting of objects and lists in a request body; deeper ones get 400"
     )
+    response_store: Path | None = Field(
+        None,
+        description="SQLite file of stored responses (/v1/responses), which then outlive the server; default: memory",
+    )
+    max_stored_responses: PositiveInt = Field(
+        10_000,
+        description="maximum stored responses; then the key with the most bytes loses those not used for longest",
+    )
+    max_response_store_bytes: PositiveInt = Field(
+        256 * 2**20, description="maximum bytes of all stored responses with their input"
+    )
+    response_store_days: float = Field(
+        30.0, gt=0.0, allow_inf_nan=False, description="days after which a stored response is deleted"
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(30000, ge=0, le=65535, description="port to listen on; 0: any free port")
     served_model_name: tuple[str, ...] = Field(
@@ -80,6 +94,20 @@ class ServerConfig(EngineConfig):
     admin_api_key_file: Path | None = Field(None, description="file with the admin API key")
     max_body_bytes: PositiveInt = Field(
         8 * 2**20, description="maximum bytes of a request body; larger ones are refused with 413"
+    )
+    files_dir: Path | None = Field(
+        None,
+        description="folder for clients' files and batches, which turns on /v1/files and /v1/batches; one per server",
+    )
+    max_file_bytes: PositiveInt = Field(
+        200 * 2**20, description="maximum bytes of an uploaded file; larger ones are refused with 413"
+    )
+    max_files_bytes: PositiveInt = Field(
+        16 * 2**30,
+        description="maximum bytes of all files in files_dir, each counted as at least 256 KiB; more get 413",
+    )
+    max_batch_lines: PositiveInt = Field(
+        50_000, description="maximum lines of a batch; one with more fails before any of its lines runs"
     )
     max_connections: PositiveInt = Field(
         4096, description="maximum open connections; a new one replaces an idle one, or gets 503"

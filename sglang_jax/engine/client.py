@@ -150,7 +150,8 @@ class AsyncEngineClient:
         turn, session = request.session, None
         if turn is not None:
             opening = self._reader.opening if turn.opening is None else turn.opening
-            session = SessionTurn(turn.session_id, origin.tenant, turn.name or request_id, turn.after, opening)
+            name = turn.name or request_id
+            session = SessionTurn(turn.session_id, origin.tenant, name, turn.after, opening, turn.whole)
         namespace = origin.namespace(request.extra_key)
         return TokenizedRequest(request, request_id, token_ids, sampling, origin, namespace, session)
 

@@ -167,6 +167,7 @@ class CoreLink:
                     arrival=arrival,
                     session=tokenized.session,
                     shared_len=request.shared_len,
+                    background=origin.background,
                 )
             )
             logprob_start = -1  # the completions share the prompt's logprobs

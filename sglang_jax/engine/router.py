@@ -113,8 +113,13 @@ class Router:
         return dataclasses.replace(sampling, seed=arrival_seed(self._random_seed, first))
 
     async def choose(self, routed: RoutedRequest) -> Link | None:
-        if routed.request.session is not None:
-            return self._choose_for_turn(routed, routed.request.session)
+        turn = routed.request.session
+        if turn is not None and not turn.whole:
+            return self._choose_for_turn(routed, turn)
+        home = None if turn is None or routed.aborted else self._home(turn.session)
+        if home is not None and home.index not in routed.full:
+            self._note_sent(routed, home.index)
+            return home.client
         while not routed.aborted:
             serving = self._serving()
             if candidates := [one for one in serving if one.index not in routed.full]:

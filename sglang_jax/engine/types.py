@@ -27,12 +27,15 @@ class SessionTurnInput:
     - `name`: the name of the turn, if not its `request_id`.
     - `opening`: the token that starts a conversation, left out in later turns; -1: there is none; None: the token that
       the tokenizer adds before texts.
+    - `whole`: the prompt is the whole conversation, which may differ from the earlier turns. The session is opened if
+      need be, and keeps in the cache what this turn leaves there; the prompt also runs if none can be opened.
     """
 
     session_id: str
     after: str | None = None
     name: str | None = None
     opening: int | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +83,13 @@ class Origin:
     - `tenant`: the client. Queued tenants take turns.
     - `flow`: which of the tenant's calls a prompt belongs to. The calls of a tenant take turns, too.
     - `cache_secret`: separates the tenant's cached prefixes from those of others; empty if they are shared.
+    - `background`: its requests get only rows and pages that no other request waits for.
     """
 
     tenant: str = ""
     flow: str = ""
     cache_secret: bytes = b""
+    background: bool = False
 
     def namespace(self, extra_key: str | None) -> str | None:
         """Returns the part of the prefix cache for requests with this `extra_key`; None for the common part."""

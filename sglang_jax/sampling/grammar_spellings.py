@@ -89,7 +89,7 @@ def _response_format(value: object, field: str) -> Grammar | None:
             return any_json_object(field)
         case "json_schema":
             _refuse_others(wanted, ("type", "json_schema"), field)
-            return _named_schema(wanted.get("json_schema"), f"{field}.json_schema")
+            return named_schema(wanted.get("json_schema"), f"{field}.json_schema")
         case "structural_tag":
             return tag_grammar(wanted, field)
         case other:
@@ -99,7 +99,7 @@ def _response_format(value: object, field: str) -> Grammar | None:
             )
 
 
-def _named_schema(value: object, field: str) -> Grammar:
+def named_schema(value: object, field: str) -> Grammar:
     """Keywords that cannot be enforced are refused, unless `strict` is false: then they are ignored."""
     named = _mapping(value, field)
     _refuse_others(named, ("name", "description", "schema", "strict"), field)

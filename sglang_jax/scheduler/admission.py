@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,9 @@ class Admission:
     requests without a row, its *guests*, get every second row. Under all policies, one row in `GUEST_ROWS` is reserved
     for guests, because rows may be busy for minutes. While guests hold their reserved rows, the other rows follow the
     fair order; otherwise a tenant that sends one prompt at a time would get every row.
+
+    `background`: whether it is the admission of the background, for whose requests all running prompts claim tokens;
+    for others, only those of their own kind do. `short`: whether the last look found no row or pages for a request.
     """
 
     aged_turn = AGED_TURN
@@ -87,7 +91,11 @@ class Admission:
         rows: Rows,
         queue: WaitingQueue,
         reserve: NewTokenReserve,
+        *,
+        background: bool = False,
     ) -> None:
+        self.short = False
+        self._background = background
         self._cache = cache
         self._rows = rows
         self._queue = queue
@@ -98,17 +106,33 @@ class Admission:
         self._seats_past_turn = 0
         self._seats_by_priority = 0
 
-    def admit(self, allowance: int, step: int) -> Decisions:
-        """Decides which requests start in step `step`, which may compute `allowance` prompt tokens."""
-        if allowance <= 0 or not self._cache.num_free_rows or not self._queue.worth_a_look():
+    @property
+    def queue(self) -> WaitingQueue:
+        return self._queue
+
+    def admit(self, allowance: int, step: int, most: int = sys.maxsize) -> Decisions:
+        """Decides which requests, at most `most`, start in step `step`, which may compute `allowance` prompt tokens."""
+        if allowance <= 0:
+            self.short = False
             return _NO_DECISIONS
+        if not self._cache.num_free_rows:
+            self.short = not self._rows.num_leaving
+            return _NO_DECISIONS
+        if not self._queue.worth_a_look():
+            return _NO_DECISIONS
+        self.short = False
         by_priority = goes_by_priority(step) and self._seats_by_priority < PRIORITY_TURN - 1
-        look = _Look(self._cache, self._rows, self._reserve, step, allowance, by_priority=by_priority)
+        claiming = [one for one in self._rows.prefilling if self._background or not one.background]
+        look = _Look(self._cache, self._rows, self._reserve, claiming, step, allowance, by_priority=by_priority)
         for request in self._candidates(look):
             if not self._cache.num_free_rows and not self._reclaim():
+                self.short = True
                 break
             guest = self._row_recipient(request, look)
-            if guest is None or not self._consider(guest, look):
+            if guest is None:
+                self.short = True
+                break
+            if not self._consider(guest, look) or len(look.seated) >= most:
                 break
         if not look.seated:
             # The next look is in a step that ignores priorities.
@@ -246,6 +270,7 @@ class Admission:
     def _note_refusal(self, request: Request, look: _Look) -> bool:
         if request.waiting.refused_at is None:
             request.waiting.refused_at = look.step
+        self.short = True
         look.refused.append(request)
         return not self._keeps_room(request, look.step)
 
@@ -271,6 +296,7 @@ class _Look:
         cache: KVCache,
         rows: Rows,
         reserve: NewTokenReserve,
+        claiming: list[Request],
         step: int,
         allowance: int,
         *,
@@ -284,7 +310,7 @@ class _Look:
         self.step = step
         self.allowance = allowance
         self.by_priority = by_priority
-        self.work = PrefillWork(rows.prefilling, by_priority=by_priority)
+        self.work = PrefillWork(claiming, by_priority=by_priority)
         self.seated: list[Request] = []
         self.too_large: list[Request] = []
         self.refused: list[Request] = []

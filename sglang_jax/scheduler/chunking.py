@@ -25,7 +25,7 @@ MAX_MARGIN = 0.25
 """Maximum margin for noise in step times, as a fraction of the target: more would shrink chunks to nothing on a noisy
 machine."""
 
-WorkKey = tuple[int, int, tuple[int, int]]
+WorkKey = tuple[tuple[bool, int], int, tuple[int, int]]
 
 
 def goes_by_priority(step: int) -> bool:
@@ -53,10 +53,11 @@ class PrefillWork:
 
 
 class ChunkSharing:
-    """Distributes a step's prompt tokens. The highest priority is first, then the least remaining work, then the
-    earliest row: a short prompt never waits behind a long one. One of `OLDEST_SHARE` tokens still goes to the prompt
-    that has had its row longest, so that it ends, whatever arrives. One of `PRIORITY_TURN` steps ignores priorities,
-    which bounds how much clients who choose their own priority can delay others."""
+    """Distributes a step's prompt tokens. The background is last. Before it, the highest priority is first, then the
+    least remaining work, then the earliest row: a short prompt never waits behind a long one. One of `OLDEST_SHARE`
+    tokens still goes to the prompt that has had its row longest, so that it ends, whatever arrives. One of
+    `PRIORITY_TURN` steps ignores priorities, which bounds how much clients who choose their own priority can delay
+    others."""
 
     def __init__(self) -> None:
         self._credit = 0.0
@@ -212,7 +213,8 @@ class TimedChunk:
 
 
 def _key(request: Request, work: int, by_priority: bool) -> WorkKey:
-    return (-request.priority if by_priority else 0, work, _seniority(request))
+    rank = (request.background, -request.priority if by_priority else 0)
+    return (rank, work, _seniority(request))
 
 
 def _seniority(request: Request) -> tuple[int, int]:

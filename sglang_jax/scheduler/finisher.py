@@ -15,7 +15,7 @@ from sglang_jax.scheduler.reserve import NewTokenReserve
 from sglang_jax.scheduler.rows import Rows
 from sglang_jax.scheduler.sessions import Sessions
 from sglang_jax.scheduler.step_log import Counts
-from sglang_jax.scheduler.waiting_queue import WaitingQueue
+from sglang_jax.scheduler.waiting_queue import Queues
 
 RETRACTIONS_IN_TURN = 4
 """A request retracted this many times more than another is spared before it, whatever their priorities."""
@@ -33,7 +33,7 @@ class Finisher:
         self,
         cache: KVCache,
         rows: Rows,
-        queue: WaitingQueue,
+        queue: Queues,
         publisher: Publisher,
         constraints: Constraints,
         sessions: Sessions,
@@ -120,9 +120,9 @@ class Finisher:
         return group
 
     def retract_newest(self) -> bool:
-        """Retracts the newest request of the lowest priority; False if none runs. The oldest of the highest priority
-        keeps running, so something always ends; and `RETRACTIONS_IN_TURN` lets every request end, whatever its
-        priority."""
+        """Retracts the newest request of the lowest priority, of the background first; False if none runs. The oldest
+        of the highest priority keeps running, so something always ends; and `RETRACTIONS_IN_TURN` lets every request
+        end, whatever its priority."""
         return self.retract_one_of([one for one in self._rows.requests if one is not None and self._rows.runs(one)])
 
     def retract_one_of(self, running: list[Request]) -> bool:
@@ -138,6 +138,12 @@ class Finisher:
         self.requeue(request)
         self._rows.release(self._rows.num_leaving)
         self._reserve.raise_ratio()
+        self._counts.retractions += 1
+
+    def take_row(self, request: Request) -> None:
+        """Retracts a request in the background for others to be admitted. No step may be in flight."""
+        self.requeue(request)
+        self._rows.release(self._rows.num_leaving)
         self._counts.retractions += 1
 
     def restart(self, request: Request) -> None:
@@ -162,6 +168,7 @@ class Finisher:
         return self._rows.token_bytes(request.row, 0, int(self._rows.num_tokens[request.row]))
 
 
-def _retraction_key(request: Request) -> tuple[int, int, int]:
+def _retraction_key(request: Request) -> tuple[int, bool, int, int]:
     """The request with the largest key is retracted first."""
-    return (-(request.retractions // RETRACTIONS_IN_TURN), -request.priority, request.sequence)
+    turns = request.retractions // RETRACTIONS_IN_TURN
+    return (-turns, request.background, -request.priority, request.sequence)

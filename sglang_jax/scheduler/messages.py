@@ -18,11 +18,14 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 
 class SessionTurn(msgspec.Struct, frozen=True, array_like=True):
-    """Marks a request as the next turn of a session: its token ids follow those of the earlier turns.
+    """Marks a request as the next turn of a session: its token ids follow those of the earlier turns, or are the whole
+    conversation.
 
     - `session`, `owner`: the session's id and its owner.
     - `name`: the client's name for this turn; `after`: its name for the previous turn, None if the client does not say.
     - `bos`: the token that prompts start with, which is removed from all turns but the first; -1 for none.
+    - `whole`: the token ids are the whole conversation, earlier turns included; they may differ from what these were.
+      The session is opened if need be; the request runs without one if none can be opened.
     """
 
     session: str
@@ -30,6 +33,7 @@ class SessionTurn(msgspec.Struct, frozen=True, array_like=True):
     name: str
     after: str | None = None
     bos: int = -1
+    whole: bool = False
 
 
 class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
@@ -43,6 +47,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     - `tenant`, `flow`: its tenant, and the client request that it is part of; both share fairly, see `FairQueue`.
       Requests with an empty name share one.
     - `arrival`: `time.monotonic()` of the client.
+    - `background`: it gets only what no other request waits for, see `Background`.
     - `shared_len`: length of a prefix that other prompts probably share, such as a system message, in tokens.
     """
 
@@ -59,6 +64,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     arrival: float = 0.0
     session: SessionTurn | None = None
     shared_len: int = 0
+    background: bool = False
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):

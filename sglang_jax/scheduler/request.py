@@ -52,8 +52,8 @@ class Waiting:
     - `queued`: whether it is in the queue; `cost`: its tokens in the fair order, 0 for a retracted request; `work`:
       tokens to compute, as of when it was queued or last considered.
     - `refused_at`: the step in which it first did not fit, None before; `overtaken_by`: later requests admitted since.
-    - `as_guest`: whether its row is one reserved for client requests without a row; `bookmark`: its cached prefix so
-      far.
+    - `as_guest`: whether its row is one reserved for client requests without a row; `in_turn`: whether it is one that
+      the background gets although others wait; `bookmark`: its cached prefix so far.
     - `seen`, `idle_looks`: cached tokens at the last look, and looks since they grew, while it waits for a prefix that
       another request computes.
     """
@@ -64,6 +64,7 @@ class Waiting:
     refused_at: int | None = None
     overtaken_by: int = 0
     as_guest: bool = False
+    in_turn: bool = False
     bookmark: Bookmark = field(default_factory=Bookmark)
     seen: int = 0
     idle_looks: int = 0
@@ -104,6 +105,7 @@ class Request:
     priority: int
     flow_key: FlowKey = ("", "")
     shared_len: int = 0
+    background: bool = False
     arrival: float = 0.0
     first_token: float | None = None
     state: RequestState = RequestState.WAITING

@@ -32,8 +32,11 @@ class RequestBuilder:
     def accept(self, message: NewRequest, num_waiting: int) -> Request:
         """The request of a message, while `num_waiting` others wait. Raises `RequestError` if it is invalid or the
         queue is full."""
-        if self._max_queued is not None and num_waiting >= self._max_queued:
-            raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._max_queued}; try again later")
+        most = self._max_queued
+        if most is not None and message.background:
+            most = -(-most // 2)  # the other half is left to requests whose clients wait
+        if most is not None and num_waiting >= most:
+            raise QueueFullError(f"{num_waiting} requests wait, the limit is {most}; try again later")
         prompt_len = self._check_prompt(message.token_ids, message.sampling.max_new_tokens != 0)
         message.sampling.check_vocabulary(self._spec.vocab_size)
         if not -1 <= message.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -61,6 +64,7 @@ class RequestBuilder:
             flow_key=(message.tenant, message.flow),
             arrival=message.arrival,
             shared_len=message.shared_len,
+            background=message.background,
             state=RequestState.WAITING if message.sampling.grammar is None else RequestState.COMPILING,
         )
 

@@ -15,7 +15,7 @@ from sglang_jax.mem_cache.radix_tree import Probe
 from sglang_jax.runner.plan import Bool, Int32
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS
 from sglang_jax.scheduler.request import Request, RequestState
-from sglang_jax.scheduler.waiting_queue import WaitingQueue
+from sglang_jax.scheduler.waiting_queue import Queues
 
 NO_TOKEN = -2
 """Fills unused stop columns: neither a token id nor `INVALID_TOKEN`."""
@@ -62,7 +62,7 @@ class Rows:
     `prefilling`, in order of admission. Requests that are leaving stay in both until the next `sweep`.
     """
 
-    def __init__(self, cache: KVCache, queue: WaitingQueue, rows: int, max_context: int) -> None:
+    def __init__(self, cache: KVCache, queue: Queues, rows: int, max_context: int) -> None:
         self.ids: NDArray[np.int64] = np.zeros(rows, np.int64)
         self.streams: NDArray[np.bool_] = np.zeros(rows, np.bool_)
         self.top_logprobs: NDArray[np.int8] = np.full(rows, -1, np.int8)

@@ -18,7 +18,8 @@ from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.protocol import Runner, StepHandle
-from sglang_jax.scheduler.admission import Admission
+from sglang_jax.scheduler.admission import Admission, Decisions
+from sglang_jax.scheduler.background import Background
 from sglang_jax.scheduler.cache_report import CacheReport, report_cache
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
 from sglang_jax.scheduler.commands import PauseMode
@@ -39,7 +40,7 @@ from sglang_jax.scheduler.sessions import Sessions
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.step_time import Padding
 from sglang_jax.scheduler.stress import Stress, evict_all, retractable
-from sglang_jax.scheduler.waiting_queue import WaitingQueue
+from sglang_jax.scheduler.waiting_queue import Queues, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,11 @@ class Scheduler:
             eviction=config.radix_eviction_policy,
             debug=config.debug_memory,
         )
-        self.queue = WaitingQueue(create_policy(config.schedule_policy, self._cached_prefix), self._cached_prefix)
-        self.rows = Rows(self.cache, self.queue, spec.max_rows, spec.max_context)
+        policy = create_policy(config.schedule_policy, self._cached_prefix)
+        self.queue = WaitingQueue(policy, self._cached_prefix)
+        self.background_queue = WaitingQueue(policy, self._cached_prefix)
+        self._queues = Queues(self.queue, self.background_queue)
+        self.rows = Rows(self.cache, self._queues, spec.max_rows, spec.max_context)
         self.sessions = Sessions(self.cache.pins, config.max_sessions, config.session_timeout, clock)
         self.cache.pins.share = config.session_memory_fraction
         self.reserve = NewTokenReserve(config.schedule_conservativeness)
@@ -97,7 +101,7 @@ class Scheduler:
         self._finisher = Finisher(
             self.cache,
             self.rows,
-            self.queue,
+            self._queues,
             self._publisher,
             self.constraints,
             self.sessions,
@@ -107,6 +111,8 @@ class Scheduler:
             self._recent,
         )
         self.requests = self._finisher.requests
+        of_background = Admission(self.cache, self.rows, self.background_queue, self.reserve, background=True)
+        self.background = Background(self._admission, of_background, self.rows, self._finisher)
         self._results = ResultProcessor(
             self.cache, self.rows, self._drafting, self.constraints, self._publisher, self._finisher, self.log
         )
@@ -129,7 +135,7 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests without a row: queued, or waiting for their grammar or for the row of the session's previous
         turn."""
-        return len(self.queue) + self.constraints.num_waiting + len(self.sessions.held)
+        return len(self._queues) + self.constraints.num_waiting + len(self.sessions.held)
 
     @property
     def at_rest(self) -> bool:
@@ -185,12 +191,17 @@ class Scheduler:
         if message.session is None:
             return self._builder.accept(message, self.num_waiting)
         self.sessions.maintain()  # a session that has timed out is closed first
-        turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
-        start = turn.position_in(prompt, message.logprob_start)
-        whole = msgspec.structs.replace(message, token_ids=prompt, logprob_start=start)
-        request = self._builder.accept(whole, self.num_waiting)
-        self.sessions.begin(turn, request.id, request.prompt_len)
-        request.turn = turn
+        if message.session.whole:
+            request = self._builder.accept(message, self.num_waiting)
+            request.turn = self.sessions.keeping_turn(message.session, message.extra_key)
+        else:
+            turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
+            start = turn.position_in(prompt, message.logprob_start)
+            whole = msgspec.structs.replace(message, token_ids=prompt, logprob_start=start)
+            request = self._builder.accept(whole, self.num_waiting)
+            request.turn = turn
+        if request.turn is not None:
+            self.sessions.begin(request.turn, request.id, request.prompt_len)
         return request
 
     def _enqueue(self, request: Request) -> None:
@@ -198,7 +209,7 @@ class Scheduler:
         if request.turn is not None and request.turn.has_to_wait:
             self.sessions.held[request.id] = request
         else:
-            self.queue.add(request)
+            self._queues.add(request)
 
     def abort(self, request_id: int) -> None:
         """Ends a request in any state and drops its KV. Ignores an unknown id: the request may just have finished."""
@@ -265,7 +276,7 @@ class Scheduler:
         self._stress_now()
         self._queue_compiled()
         for request in self.sessions.ready():
-            self.queue.add(request)
+            self._queues.add(request)
         launched = None if self.paused else self._launch_next()
         self._finish_in_flight()
         if launched is not None and launched.planned.masked:
@@ -313,6 +324,9 @@ class Scheduler:
         self._finisher.close(closed)
 
     def _launch_next(self) -> LaunchedStep | None:
+        if self.background.must_give_back():
+            self._finish_in_flight()
+            self.background.give_back()
         while True:
             try:
                 planned = self._plan(self.cache.launched_step + 1)
@@ -330,19 +344,22 @@ class Scheduler:
 
     def _plan(self, step: int) -> PlannedStep | None:
         """None if there is nothing to compute; raises `OutOfPages` if there is, but pages are short."""
-        prompts_wait = len(self.queue) > 0
+        prompts_wait = len(self._queues) > 0
         decode = self._planner.extend_decode(prompts_wait)
         if prompts_wait:
-            decisions = self._admission.admit(self._planner.allowance(step, decode), step)
-            if decisions.seated:
-                self.rows.seat(decisions.seated)
-                rows = np.array([request.row for request in decisions.seated], np.intp)
-                self._drafting.reset_rows(rows)
-                if self._recent is not None:
-                    self._recent.reset_rows(rows)
-            for request in decisions.too_large:
-                self._finisher.refuse_too_large(request)
+            for decisions in self.background.decisions(step, lambda: self._planner.allowance(step, decode)):
+                self._carry_out(decisions)
         return self._planner.plan(step, decode)
+
+    def _carry_out(self, decisions: Decisions) -> None:
+        if decisions.seated:
+            self.rows.seat(decisions.seated)
+            rows = np.array([request.row for request in decisions.seated], np.intp)
+            self._drafting.reset_rows(rows)
+            if self._recent is not None:
+                self._recent.reset_rows(rows)
+        for request in decisions.too_large:
+            self._finisher.refuse_too_large(request)
 
     def _make_room(self) -> None:
         """Frees pages: of ended requests, else by finishing the step in flight, else of rejected drafts and idle
@@ -378,7 +395,7 @@ class Scheduler:
             if chunk.last:
                 whole.append(request)
         if planned.chunks:
-            self.queue.look_again()
+            self._queues.look_again()
         if whole:
             self.rows.prefilled(whole)
 
@@ -394,7 +411,7 @@ class Scheduler:
                 chunk.request.first_token = self._finisher.finished_at
         self.cache.settle(planned.plan.step)
         if planned.plan.copies:
-            self.queue.look_again()  # the copied states can be evicted now
+            self._queues.look_again()  # the copied states can be evicted now
         sampled = self._results.process(planned, result)
         self.log.finished(sampled)
         self.reserve.decay()

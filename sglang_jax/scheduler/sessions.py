@@ -71,7 +71,7 @@ class Turn:
 class Session:
     """A conversation, which only its `owner` may use. `id`: the client's name for it.
 
-    - `streaming`: turns need not name the turn that they follow.
+    - `streaming`: turns need not name the turn that they follow; `implicit`: opened by its first turn.
     - `timeout`: seconds without a turn after which it is closed; `used_at`: when the last turn ended.
     - `tokens`: int32 bytes of all finished turns; `namespace`: the namespace of their KV.
     - `turn`: the turn that runs or waits; `last`: the newest finished turn; `leaving`: a finished turn whose row is not
@@ -89,6 +89,7 @@ class Session:
     last: Turn | None = None
     leaving: Turn | None = None
     closed: bool = False
+    implicit: bool = False
     pin: Pin = field(default_factory=Pin)
 
 
@@ -176,6 +177,33 @@ class Sessions:
                     param="prompt",
                 )
         return Turn(session, asked.name), session.tokens + tokens
+
+    def keeping_turn(self, asked: SessionTurn, namespace: Namespace) -> Turn | None:
+        """The turn of a request with a whole conversation, whose KV its session is to keep. Opens the session if it is
+        not open; if too many are, in place of the one among its owner's, opened like this, that has been idle
+        longest. None if the request has to run without a session: none can be opened, a turn of it runs, or its
+        namespace is another."""
+        session = self._open.get((asked.owner, asked.session))
+        if session is None:
+            self.maintain()
+            if (
+                len(self._open) >= self._most
+                and not self._make_room(asked.owner)
+                and not self._replace_own(asked.owner)
+            ):
+                return None
+            self.open(OpenSession(asked.session, asked.owner, True))
+            session = self._open[asked.owner, asked.session]
+            session.implicit = True
+        if session.turn is not None or (session.last is not None and namespace != session.namespace):
+            return None
+        return Turn(session, asked.name)
+
+    def _replace_own(self, owner: str) -> bool:
+        own = [one for one in self._open.values() if one.owner == owner and one.implicit and one.turn is None]
+        if own:
+            self._close(min(own, key=lambda one: one.used_at))
+        return bool(own)
 
     def begin(self, turn: Turn, request_id: int, prompt_len: int) -> None:
         turn.request_id, turn.prompt_len = request_id, prompt_len

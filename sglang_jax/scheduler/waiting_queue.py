@@ -212,5 +212,31 @@ class WaitingQueue:
         return request.priority if self.policy.by_priority else 0
 
 
+class Queues:
+    """The queue of requests whose clients wait, `others`, and that of the `background`."""
+
+    def __init__(self, others: WaitingQueue, background: WaitingQueue) -> None:
+        self._others = others
+        self._background = background
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._background)
+
+    def add(self, request: Request) -> None:
+        self._of(request).add(request)
+
+    def remove(self, request: Request) -> None:
+        """See `WaitingQueue.remove`."""
+        self._of(request).remove(request)
+
+    def look_again(self) -> None:
+        """See `WaitingQueue.look_again`."""
+        self._others.look_again()
+        self._background.look_again()
+
+    def _of(self, request: Request) -> WaitingQueue:
+        return self._background if request.background else self._others
+
+
 def _waits(request: Request) -> bool:
     return request.waiting.queued

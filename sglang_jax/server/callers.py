@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from sglang_jax.engine.types import GenerateInput, Origin, OutputDelta
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.server.errors import AdminKeyError, RateLimitError
 
+BATCHES = "batches"
+"""The flow of all lines of a caller's batches."""
+
 _CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
@@ -29,6 +32,7 @@ class KeyEntry(BaseModel):
     - `tokens_per_minute`: prompt and output tokens; once they are used up, requests are refused with 429 until some
       have come back. Requests in flight continue.
     - `max_priority`: maximum `priority` of a request.
+    - `max_files_bytes`: maximum bytes of its files, see `FileStore`.
     - `share_cache`: shares cached prefixes with other keys that do so; otherwise they are its own.
     - `hide_cached_tokens`: answers do not report how much of a prompt was cached.
     - `admin`: may do what the `--admin-api-key` may.
@@ -40,6 +44,7 @@ class KeyEntry(BaseModel):
     max_concurrent: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
     max_priority: int = Field(0, ge=-(2**31), lt=2**31)
+    max_files_bytes: PositiveInt | None = None
     share_cache: bool = False
     hide_cached_tokens: bool = False
     admin: bool = False
@@ -64,10 +69,10 @@ class TokenBucket:
         self._refill()
         self._level -= tokens
 
-    def seconds_to_wait(self) -> float:
-        """Seconds until there is a token; 0 if there is one."""
+    def seconds_to_wait(self, level: float = 1.0) -> float:
+        """Seconds until there are this many tokens; 0 if there are."""
         self._refill()
-        return max(1.0 - self._level, 0.0) * 60.0 / self.per_minute
+        return max(level - self._level, 0.0) * 60.0 / self.per_minute
 
     def _refill(self) -> None:
         now = self._clock()
@@ -77,11 +82,12 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The tenant and the flow that a request's headers name: a server in front of this one sends them for its own
-    clients. Empty if it names none."""
+    """The tenant and the flow that a request's headers name, and whether it is in the background: a server in front of
+    this one sends them for its own clients. Empty if it names none."""
 
     tenant: str = ""
     flow: str = ""
+    background: bool = False
 
 
 NO_CLAIM = Claim()
@@ -94,6 +100,8 @@ class Caller:
     - `admin`: may change the server's state, and see requests of others.
     - `max_priority`: None for no limit; `running`: completions in flight.
     - `cache_secret`: separates its cached prefixes from those of others; empty if they are shared.
+    - `background`: makes the requests of its batches, which wait behind all others. `enter` does not refuse them for
+      lack of tokens, for which they have waited.
     """
 
     name: str
@@ -102,8 +110,15 @@ class Caller:
     max_priority: int | None = None
     cache_secret: bytes = b""
     hide_cached_tokens: bool = False
+    max_files_bytes: int | None = None
     tokens: TokenBucket | None = None
+    background: bool = False
     running: int = field(default=0, init=False)
+
+    def in_background(self) -> Caller:
+        """Returns the caller of its batches: with its name, rights, part of the cache and tokens, but its own count of
+        completions in flight, so that they take none from its other requests."""
+        return replace(self, background=True)
 
     def enter(self, prompts: Sequence[GenerateInput]) -> int:
         """Counts prompts as in flight, and returns their number of completions, for `leave`. Raises `ParameterError`
@@ -115,12 +130,17 @@ class Caller:
                     param="priority",
                 )
         count = sum(prompt.sampling.n for prompt in prompts)
+        if self.background and self.max_concurrent is not None and count > self.max_concurrent:
+            raise ParameterError(
+                f"this key may have {self.max_concurrent} completions in flight, and one request asks for {count}",
+                param="n",
+            )
         if self.max_concurrent is not None and self.running + count > self.max_concurrent:
             raise RateLimitError(
                 f"this key may have {self.max_concurrent} completions in flight; it has {self.running}, and requested "
                 f"{count} more"
             )
-        wait = 0.0 if self.tokens is None else self.tokens.seconds_to_wait()
+        wait = 0.0 if self.tokens is None or self.background else self.tokens.seconds_to_wait()
         if self.tokens is not None and wait > 0.0:
             raise RateLimitError(
                 f"this key may use {self.tokens.per_minute} tokens per minute, which are used up; try again "
@@ -141,7 +161,10 @@ class Caller:
         """Returns the origin of the request with this id: the caller is its tenant, and the request its flow. Operators
         may claim others."""
         flow = claimed.flow if self.admin and claimed.flow else request_id
-        return Origin(self.tenant(claimed.tenant), flow, self.cache_secret)
+        if self.background:
+            flow = BATCHES  # one client request, which leaves some rows to others
+        background = self.background or (self.admin and claimed.background)
+        return Origin(self.tenant(claimed.tenant), flow, self.cache_secret, background)
 
 
 class Usage:
@@ -204,6 +227,11 @@ class Callers:
         """Whether all requests need a key."""
         return self._anybody is None
 
+    def named(self, name: str) -> Caller | None:
+        """Returns the caller of this name; None if it has no key any more."""
+        known = [*self._by_digest.values(), *([self._anybody] if self._anybody else [])]
+        return next((caller for caller in known if caller.name == name), None)
+
     def find(self, authorization: str) -> Caller | None:
         """Returns the caller of this header (`Bearer KEY`, RFC 6750, section 2.1); None if it is to be refused."""
         scheme, _, key = authorization.partition(" ")
@@ -247,6 +275,7 @@ def _caller(name: str, entry: KeyEntry) -> Caller:
         max_priority=entry.max_priority,
         cache_secret=b"" if entry.share_cache else _digest(b"cache of " + entry.key.encode()),
         hide_cached_tokens=entry.hide_cached_tokens,
+        max_files_bytes=entry.max_files_bytes,
         tokens=None if entry.tokens_per_minute is None else TokenBucket(entry.tokens_per_minute),
     )
 

@@ -19,10 +19,14 @@ from sglang_jax.engine.fair_threads import FairThreads
 from sglang_jax.engine.types import EngineClient, GenerateInput, Origin, OutputDelta
 from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, quote
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
+from sglang_jax.server.background import BackgroundRuns
 from sglang_jax.server.callers import NO_CLAIM, Caller, Callers, Claim, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
+from sglang_jax.server.file_store import FileStore
+from sglang_jax.server.json_body import LongWork
 from sglang_jax.server.logprobs import HeldLogprobs
 from sglang_jax.server.metrics import ServerMetrics
+from sglang_jax.server.responses_store import ResponseStore
 from sglang_jax.server.sampling import rename_field, renamed_fields
 from sglang_jax.server.shutdown import Shutdown
 from sglang_jax.server.streaming import FEW_LOGPROBS, logprobs_to_write
@@ -47,6 +51,8 @@ LOGPROBS_AT_ONCE = 2**19
 """Maximum prompt logprobs of one request that wait at once, with alternatives, each of some twenty bytes until written:
 prompts with many start a few at a time."""
 
+SECONDS_PER_DAY = 86_400.0
+
 ENGINE_NAMES = {"request_id": "rid"}
 """The engine's names of fields, and the names that clients use on all routes."""
 
@@ -55,16 +61,21 @@ ENGINE_NAMES = {"request_id": "rid"}
 class ServerContext:
     """One engine behind HTTP. `draining`: requests in flight finish, new ones are refused; `shutdown` ends requests in
     flight; `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine;
-    `in_engine`: callers by the ids of all prompts."""
+    `in_engine`: callers by the ids of all prompts; `files`: those of clients, None for a server without; `responses`:
+    those that are stored; `background`: replies that continue without their client."""
 
     client: EngineClient
     config: ServerConfig
     metrics: ServerMetrics
     callers: Callers
+    files: FileStore | None = None
     draining: bool = False
     shutdown: Shutdown = field(default_factory=Shutdown)
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
+    long_work: LongWork = field(default_factory=LongWork)
+    responses: ResponseStore = field(init=False)
+    background: BackgroundRuns = field(default_factory=BackgroundRuns)
     _logprobs: HeldLogprobs = field(init=False)
     _templates: FairThreads = field(default_factory=lambda: FairThreads(1, "chat-template"))
     _short_templates: FairThreads = field(default_factory=lambda: FairThreads(1, "short-chat-template"))
@@ -73,7 +84,14 @@ class ServerContext:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._logprobs = HeldLogprobs(self.config.max_logprobs_per_response)
+        config = self.config
+        self._logprobs = HeldLogprobs(config.max_logprobs_per_response)
+        self.responses = ResponseStore(
+            config.response_store,
+            most=config.max_stored_responses,
+            most_bytes=config.max_response_store_bytes,
+            seconds=config.response_store_days * SECONDS_PER_DAY,
+        )
 
     @property
     def generation_defaults(self) -> GenerationDefaults:

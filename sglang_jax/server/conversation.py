@@ -5,7 +5,7 @@ arrive."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Protocol
@@ -172,6 +172,13 @@ class PlannedReply:
         return ReplyPieces(self.plan.reader())
 
 
+Finished = Callable[[], Awaitable[None]]
+
+
+async def do_nothing() -> None:
+    pass
+
+
 class Conversations:
     """The way of all dialects' conversations to the engine."""
 
@@ -213,7 +220,7 @@ class Conversations:
         )
         model = self._context.client.model_info
         shared_len = 0
-        if model.keeps_states and call.session is None:
+        if model.keeps_states and (call.session is None or call.session.whole):
             shared_len = await self._shared_len(conversation, rendered, token_ids)
         prompt = GenerateInput(
             prompt=token_ids,
@@ -247,22 +254,33 @@ class Conversations:
         )
         return await self._beginnings.count(rendered.text, rendered.first_text, token_ids, encode)
 
-    async def answer(self, request: Request, planned: PlannedReply, writer: ReplyWriter) -> Response:
-        """Generates the replies, and returns them as `writer` formats them: whole, or as a stream. Raises
-        `RequestError`."""
+    async def answer(
+        self, request: Request, planned: PlannedReply, writer: ReplyWriter, finished: Finished = do_nothing
+    ) -> Response:
+        """Generates the replies, and returns them as `writer` formats them: whole, or as a stream. `finished` is
+        awaited when the writer has all of the replies, before their end is sent. Raises `RequestError`."""
         conversation = planned.conversation
         if conversation.reply.stream:
-            return await open_event_stream(request, self._events(planned, writer), writer.style)
+            return await open_event_stream(request, self.events(planned, writer, finished), writer.style)
 
         def write(outputs: list[list[OutputDelta]]) -> Response:
             for output in outputs[0]:
                 planned.tokens.add(0, output)
             return writer.whole(outputs[0])
 
-        work = self._context.collect(conversation.request_id, [planned.prompt], write, conversation.field_names)
-        return await until_disconnect(request.receive, work)
+        async def work() -> Response:
+            response = await self._context.collect(
+                conversation.request_id, [planned.prompt], write, conversation.field_names
+            )
+            await finished()
+            return response
 
-    async def _events(self, planned: PlannedReply, writer: ReplyWriter) -> AsyncGenerator[bytes, None]:
+        return await until_disconnect(request.receive, work())
+
+    async def events(
+        self, planned: PlannedReply, writer: ReplyWriter, finished: Finished = do_nothing
+    ) -> AsyncGenerator[bytes, None]:
+        """Generates the replies, and yields the events of their stream; see `answer`."""
         conversation = planned.conversation
         async with self._context.generate(
             conversation.request_id, [planned.prompt], conversation.field_names
@@ -271,6 +289,7 @@ class Conversations:
                 planned.tokens.add(0, delta)
                 if written := writer.events(delta):
                     yield written
+        await finished()
         if last := writer.end():
             yield last
 

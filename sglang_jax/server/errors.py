@@ -39,9 +39,8 @@ MAX_COMPARED_CHARACTERS = 100
 """Maximum characters of an unknown path that is compared with the routes."""
 
 INSTEAD = {
-    "/v1/responses": "use POST /v1/chat/completions (most client libraries have a switch for it)",
-    "/v1/files": "run `sglang-jax batch` on a file",
-    "/v1/batches": "run `sglang-jax batch` on a file",
+    "/v1/files": "start the server with --files-dir, or run `sglang-jax batch` on a file",
+    "/v1/batches": "start the server with --files-dir, or run `sglang-jax batch` on a file",
     "/api": "this server has OpenAI's routes: use /v1 in the base URL, as in POST /v1/chat/completions",
     "/chat/completions": "add /v1 to the base URL: POST /v1/chat/completions",
     "/completions": "add /v1 to the base URL: POST /v1/completions",
@@ -72,6 +71,40 @@ class BodyTooLargeError(RequestError):
 
     status = 413
     code = "body_too_large"
+
+
+class FileNotFoundHereError(RequestError):
+    """There is no file with this id that the caller may see."""
+
+    status = 404
+    code = "file_not_found"
+
+
+class FileInUseError(RequestError):
+    """A batch reads the file."""
+
+    code = "file_in_use"
+
+
+class FileTooLargeError(RequestError):
+    """The file has more bytes than `max_file_bytes`."""
+
+    status = 413
+    code = "file_too_large"
+
+
+class StorageFullError(RequestError):
+    """The files of all clients, or of this one, have as many bytes as they may."""
+
+    status = 413
+    code = "storage_full"
+
+
+class StorageError(RequestError):
+    """The disk fails, or has no room although the limits would allow it."""
+
+    status = 503
+    code = "storage_unavailable"
 
 
 class ClientTooSlowError(RequestError):
@@ -152,6 +185,13 @@ class RateLimitError(RequestError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ResponseNotFoundError(RequestError):
+    """There is no stored response with this id for this key."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class ShuttingDownError(RequestError):

@@ -194,12 +194,16 @@ separately, to those behind it. Ignored from non-operators."""
 SHARED_LENGTH_HEADER = "x-shared-length"
 """The header with the number of first tokens that other prompts probably share, from a server to those behind it."""
 
+BACKGROUND_HEADER = "x-background"
+"""The header that marks a request of a batch with 1, from a server to those behind it. Ignored from non-operators."""
+
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class SessionParamsBody(Body):
     """`session_params`: the session whose next turn a prompt is. `rid`: the previous turn, optional; `turn`: the name
-    of this turn, by default its own rid; `opening`: see `SessionTurnInput`, set by a server in front of this one."""
+    of this turn, by default its own rid; `opening`, `whole`: see `SessionTurnInput`, set by a server in front of this
+    one."""
 
     id: ShortText | None = None
     rid: ShortText | None = None
@@ -208,6 +212,7 @@ class SessionParamsBody(Body):
     drop_previous_output: bool | None = None
     turn: ShortText | None = None
     opening: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    whole: bool | None = None
 
     def turn_of(self) -> SessionTurnInput | None:
         """Returns the session turn for the engine; None without a session. Raises `ParameterError` for turns that are
@@ -229,7 +234,7 @@ class SessionParamsBody(Body):
                     "session_params has a rid but no id; give the session's id", param="session_params.id"
                 )
             return None
-        return SessionTurnInput(self.id, self.rid or None, self.turn or None, self.opening)
+        return SessionTurnInput(self.id, self.rid or None, self.turn or None, self.opening, bool(self.whole))
 
 
 def check_turns(turns: Sequence[SessionTurnInput | None]) -> None:
@@ -251,7 +256,8 @@ def routing_key(field: str | None, headers: Headers) -> str | None:
 
 
 def claim_of(headers: Headers) -> Claim:
-    return Claim(_name_in(headers, TENANT_HEADER), _name_in(headers, CLIENT_REQUEST_HEADER))
+    in_background = headers.get(BACKGROUND_HEADER) == "1"
+    return Claim(_name_in(headers, TENANT_HEADER), _name_in(headers, CLIENT_REQUEST_HEADER), in_background)
 
 
 def _name_in(headers: Headers, name: str) -> str:

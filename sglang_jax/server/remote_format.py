@@ -15,15 +15,17 @@ from sglang_jax.logs import REQUEST_ID, REQUEST_ID_HEADER
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import DraftCounts
-from sglang_jax.server.fields import CLIENT_REQUEST_HEADER, SHARED_LENGTH_HEADER, TENANT_HEADER
+from sglang_jax.server.fields import BACKGROUND_HEADER, CLIENT_REQUEST_HEADER, SHARED_LENGTH_HEADER, TENANT_HEADER
 
 
 def request_headers(request: TokenizedRequest) -> dict[str, str]:
-    """Returns headers with the request's tenant, client request, shared prefix length, and log id; in headers, because
-    older servers ignore unknown ones."""
+    """Returns headers with the request's tenant, client request, shared prefix length, whether it is in the background,
+    and log id; in headers, because older servers ignore unknown ones."""
     headers = tenant_headers(request.origin.tenant)
     if request.origin.flow:
         headers[CLIENT_REQUEST_HEADER] = quote(request.origin.flow)
+    if request.origin.background:
+        headers[BACKGROUND_HEADER] = "1"
     if request.input.shared_len:
         headers[SHARED_LENGTH_HEADER] = str(request.input.shared_len)
     if request_id := REQUEST_ID.get():
@@ -58,6 +60,8 @@ def request_body(tokenized: TokenizedRequest, name: str, context_length: int) ->
         body["routing_key"] = request.routing_key
     if (turn := tokenized.session) is not None:
         body["session_params"] = {"id": turn.session, "rid": turn.after, "turn": turn.name, "opening": turn.bos}
+        if turn.whole:
+            body["session_params"]["whole"] = True
     return body
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,10 +69,18 @@ class _Share:
 class BodyLimit:
     """Reads each body completely before the application sees the request; refuses bodies that are too large or slow.
     Bytes are counted over all requests, because a request keeps its body while it runs; but each tenant has room for
-    one body of maximum size, however much others hold."""
+    one body of maximum size, however much others hold. `streamed`: method and path of routes that read their bodies as
+    they arrive, within their own limits."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, client_timeout: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_body_bytes: int,
+        client_timeout: float,
+        streamed: Collection[tuple[str, str]] = (),
+    ) -> None:
         self._app = app
+        self._streamed = frozenset(streamed)
         self._most = max_body_bytes
         self._patience = client_timeout
         self._held = 0
@@ -89,6 +98,9 @@ class BodyLimit:
                 f"a body with Content-Encoding: {cut(encoding)} cannot be read: send it uncompressed"
             )
             await error_response(error, scope["path"])(scope, receive, send)
+            return
+        if self._streamed and (scope["method"], scope["path"]) in self._streamed:
+            await self._app(scope, receive, send)
             return
         share = _Share(caller_name())
         try:

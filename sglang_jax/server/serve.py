@@ -27,7 +27,7 @@ from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
 from sglang_jax.runner.claimed_address import claim_address
-from sglang_jax.server.app import create_app, create_context
+from sglang_jax.server.app import Service, create_app, create_context, create_routes
 from sglang_jax.server.auth import ROUTES_PATH
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.connections import (
@@ -37,6 +37,7 @@ from sglang_jax.server.connections import (
     raise_descriptor_limit,
 )
 from sglang_jax.server.context import ServerContext
+from sglang_jax.server.file_store import FileStore
 from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
 from sglang_jax.server.requests_seen import RequestsSeen
@@ -65,6 +66,7 @@ SWITCH_SECONDS = 0.0005
 write megabytes, and a request releases the lock a dozen times until its first token."""
 
 Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
+MakeService = Callable[[ServerContext, FileStore], Service]
 
 
 MALFORMED_REQUESTS = logs.OnceASecond()
@@ -82,9 +84,16 @@ class DrainingServer(uvicorn.Server):
     error event if their stream has started. A third signal, or `LAST_ANSWER_SECONDS` later, drops connections.
     """
 
-    def __init__(self, config: uvicorn.Config, context: ServerContext, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        context: ServerContext,
+        on_ready: Callable[[], None],
+        service: Service | None = None,
+    ) -> None:
         super().__init__(config)
         self._context = context
+        self._service = service
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
@@ -113,6 +122,8 @@ class DrainingServer(uvicorn.Server):
 
     def _drain(self) -> None:
         seconds = self._context.config.drain_timeout
+        if self._service is not None:
+            self._service.stop()
         if not self._context.in_flight:
             logger.info("Stopping")
         else:
@@ -149,10 +160,10 @@ async def launch_or_connect(config: ServerConfig) -> EngineClient:
     return await launch_engines(config)
 
 
-def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
+def run(config: ServerConfig, launch: Launch = launch_or_connect, make_service: MakeService | None = None) -> int:
     """Serves until a signal; a node with `node_rank` above 0 follows node 0 until that ends. Returns the exit status:
-    0, or 1 if the engine is gone for good. Raises as `launch_or_connect`; `ConfigError` for an invalid address or
-    keys."""
+    0, or 1 if the engine is gone for good. `make_service`: makes the service of a server with files. Raises as
+    `launch_or_connect`; `ConfigError` for an invalid address, keys or folder of files."""
     begin = time.perf_counter()
     logs.configure(config.log_level.upper(), as_json=config.log_format is LogFormat.JSON)
     logger.info("sglang-jax %s, Python %s", version(), platform.python_version())
@@ -169,36 +180,66 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
             config.host,
         )
     listener = bind(config.host, config.port)  # before loading the model, so that a taken port shows at once
-    with listener, claim(listener), asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+    with (
+        listener,
+        claim(listener),
+        open_files(config) as files,
+        asyncio.Runner(loop_factory=auto_loop_factory()) as runner,
+    ):
         try:
-            return runner.run(_serve(config, listener, launch, begin))
+            return runner.run(_serve(config, listener, launch, make_service, files, begin))
         except asyncio.CancelledError:
             return TERMINATED
 
 
-async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, begin: float) -> int:
+@contextmanager
+def open_files(config: ServerConfig) -> Iterator[FileStore | None]:
+    """Opens the files of clients while the context is open; None without `files_dir`. Raises `ConfigError`."""
+    if config.files_dir is None:
+        yield None
+        return
+    with FileStore(config.files_dir, max_file_bytes=config.max_file_bytes, max_bytes=config.max_files_bytes) as files:
+        yield files
+
+
+async def _serve(
+    config: ServerConfig,
+    listener: socket.socket,
+    launch: Launch,
+    make_service: MakeService | None,
+    files: FileStore | None,
+    begin: float,
+) -> int:
     with _cancelled_by_sigterm():
         client = await launch(config)
+    service: Service | None = None
     try:
-        context = create_context(client, config)
-        uvicorn_config = http_config(context)
+        context = create_context(client, config, files=files)
+        if make_service is not None and files is not None:
+            service = make_service(context, files)
+        uvicorn_config = http_config(context, service)
         url = _url(config.host, listener.getsockname()[1])
-        server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
+        server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin), service)
         with frozen_heap():
             listen(listener)
             await server.serve(sockets=listening_sockets(listener))
         status = 1 if client.gone else 0
     finally:
+        if service is not None:
+            await service.close()
         await client.close()
     logger.info("Stopped")
     return status
 
 
-def http_config(context: ServerContext) -> uvicorn.Config:
+def http_config(context: ServerContext, service: Service | None = None) -> uvicorn.Config:
+    """Returns uvicorn's options for the context's application, and starts the service."""
     config = context.config
     logging.getLogger("uvicorn.error").addFilter(MALFORMED_REQUESTS)
     limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
-    app: ASGIApp = create_app(context)
+    app: ASGIApp = create_app(context, service)
+    if service is not None:
+        service.start(create_routes(context))
     if not context.callers.asks_for_a_key and is_loopback(config.host):
         app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")), config.origins())
     return uvicorn.Config(

@@ -13,6 +13,7 @@ from sglang_jax.batch.run import WINDOW_BYTES
 from sglang_jax.batch.run_folder import HASHED_BLOCK_BYTES, HASHED_BLOCKS
 from sglang_jax.cli.batch import batch
 from sglang_jax.cli.options import flag_name
+from sglang_jax.cli.serve import serve
 
 PAGE = (Path(__file__).parent.parent.parent / "docs/batch.md").read_text()
 
@@ -31,7 +32,7 @@ def test_the_options_are_those_of_the_command() -> None:
 
 
 def test_flags_named_on_the_page_exist() -> None:
-    known = {name for parameter in batch.params for name in parameter.opts}
+    known = {name for command in (batch, serve) for parameter in command.params for name in parameter.opts}
     page = re.sub(r"^## Many machines: Ray$.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # has flags of Ray
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) <= known
 

@@ -419,7 +419,7 @@ def test_a_full_disk_gives_a_clear_error_and_the_run_resumes(
 
     write(tmp_path / "in.jsonl", {"prompt": "a"})
     with monkeypatch.context() as patch:
-        patch.setattr(f"sglang_jax.batch.run_folder.os.{call}", full)
+        patch.setattr(f"sglang_jax.server.durable.os.{call}", full)
         assert run() == 2
     assert re.search(r"cannot write .*: No space left on device; .* to resume", capsys.readouterr().err)
     assert run() == 0

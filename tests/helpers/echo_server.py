@@ -16,6 +16,7 @@ import uvicorn
 from helpers.engine_fakes import load_echo, load_tokenizer
 from uvicorn.loops.auto import auto_loop_factory
 
+from sglang_jax.batch.served.routes import serve_batches
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
@@ -24,7 +25,7 @@ from sglang_jax.engine.types import EngineClient
 from sglang_jax.scheduler.commands import GetState
 from sglang_jax.server.app import create_context
 from sglang_jax.server.context import ServerContext
-from sglang_jax.server.serve import Launch, bind, http_config
+from sglang_jax.server.serve import Launch, bind, http_config, open_files
 
 Result = TypeVar("Result")
 
@@ -120,12 +121,16 @@ def serve_echo(
             engine = await launch(config)
         else:
             engine = await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
-        context = create_context(engine, config)
-        server = uvicorn.Server(http_config(context))
-        servers.append(server)
-        running.append(EchoServer(port, http, context, engine, asyncio.get_running_loop()))
-        ready.set()
-        await server.serve(sockets=[listener])
+        with open_files(config) as files:
+            context = create_context(engine, config, files=files)
+            service = None if files is None else serve_batches(context, files)
+            server = uvicorn.Server(http_config(context, service))
+            servers.append(server)
+            running.append(EchoServer(port, http, context, engine, asyncio.get_running_loop()))
+            ready.set()
+            await server.serve(sockets=[listener])
+            if service is not None:
+                await service.close()
         await engine.close()
 
     def run() -> None:

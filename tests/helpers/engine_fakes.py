@@ -259,6 +259,7 @@ class EchoCore:
                 "logprob_start": message.logprob_start,
                 "extra_key": message.extra_key,
                 "tenant": message.tenant,
+                "background": message.background,
                 "flow": message.flow,
                 "priority": message.priority,
                 "shared_len": message.shared_len,

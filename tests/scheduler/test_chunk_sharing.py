@@ -36,7 +36,7 @@ def chunks(plan: StepPlan) -> list[int]:
 
 
 def waiting(sequence: int, priority: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(sequence=sequence, priority=priority, kv=None)
+    return SimpleNamespace(sequence=sequence, priority=priority, background=False, kv=None)
 
 
 class TestSharing:

@@ -52,6 +52,53 @@ def test_each_turn_gives_the_output_of_the_whole_conversation_and_computes_only_
     assert bench.scheduler.sessions.count == 1
 
 
+def test_a_turn_may_be_the_whole_conversation(bench: Bench) -> None:
+    """Conversations that are sent whole may change what was said. Outputs are those of the prompt, what is still the
+    same is found in the cache, and the pin keeps the newest path, even if nothing else could be kept."""
+    chance, talk = random.Random(3), Talk(bench, "other")
+    talk.name = "s"  # opened by its first turn
+    for number in range(12):
+        kept = chance.choice([len(talk.history), len(talk.history), len(talk.history) // 2, 0])
+        prompt = [*talk.history[:kept], *(chance.randrange(2, 12) for _ in range(1 + number % 6))]
+        turn = SessionTurn("s", "me", str(number), "not looked at", 1, whole=True)
+        sampling = SamplingParams(max_new_tokens=1 + number % 5, seed=5, ignore_eos=True)
+        request = bench.add(prompt, sampling=sampling, sent=prompt, session=turn)
+        bench.run()
+        cached = bench.channel.cached[request]
+        if kept == len(talk.history) and number:
+            assert cached > 0 or kept < 2 * bench.page_size
+        talk.history = [*prompt, *bench.channel.output(request)]
+        assert len(talk.session.tokens) == 4 * len(talk.history)
+        (pin,) = bench.scheduler.cache.pins.held or [None]
+        assert pin is None or pin is talk.session.pin
+        check_everything(bench.scheduler.cache)
+        assert idle_fault(bench.scheduler.cache) == ""
+    bench.check_outputs()
+
+
+def test_a_whole_conversation_does_without_a_session_if_it_must() -> None:
+    bench = Bench(pages=64, page_size=4)
+    sessions = bench.scheduler.sessions
+    sessions._most = 2
+    sessions.open(OpenSession("theirs", "b", True, None))
+
+    def send(name: str, owner: str = "a", namespace: str | None = None) -> int:
+        turn = SessionTurn(name, owner, name, whole=True)
+        return bench.add([5, 6, 7, 8, 9], 2, session=turn, extra_key=namespace)
+
+    one, two, again = send("one"), send("two"), send("one")  # no room for a second one, and a turn runs
+    assert [(each.owner, each.id) for each in sessions.all()] == [("b", "theirs"), ("a", "one")]
+    bench.run()
+    other = send("one", namespace="x")
+    bench.run()
+    assert all(len(bench.channel.output(number)) == 2 for number in (one, two, again, other))
+    send("two")  # in place of the idle one of the same owner
+    bench.run()
+    assert [(each.owner, each.id) for each in sessions.all()] == [("b", "theirs"), ("a", "two")]
+    check_everything(bench.scheduler.cache)
+    assert idle_fault(bench.scheduler.cache) == ""
+
+
 def test_a_pin_moves_and_never_keeps_more_than_the_newest_path(bench: Bench) -> None:
     talk = Talk(bench)
     for number in range(6):

@@ -268,15 +268,13 @@ def test_unknown_routes_and_methods_are_refused(server: EchoServer) -> None:
 @pytest.mark.parametrize(
     ("path", "use"),
     [
-        ("/v1/responses", "POST /v1/chat/completions"),
-        ("/v1/responses/resp_1", "POST /v1/chat/completions"),
         ("/api/chat", "POST /v1/chat/completions"),
         ("/chat/completions", "POST /v1/chat/completions"),
         ("/completions", "POST /v1/completions"),
         ("/v1/files", "sglang-jax batch"),
         ("/v1/batches", "sglang-jax batch"),
         ("/v1/embeddings", "only generates text"),
-        ("/v1/responsesx", "GET /docs"),
+        ("/v1/filesx", "GET /docs"),
         ("/v1/chat/completion", "did you mean POST /v1/chat/completions?"),
         ("/v1/v1/chat/completions", "did you mean POST /v1/chat/completions?"),
         ("/v1/tokenize", "did you mean POST /tokenize?"),

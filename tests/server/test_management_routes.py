@@ -59,7 +59,7 @@ def test_version_and_load(slow_server: EchoServer) -> None:
     http = slow_server.http
     assert http.get("/version").json() == {"version": version()}
     assert http.get("/load").json() == {"server_load": 0}
-    with http.stream("POST", "/generate", json={"text": "abc", "stream": True, "rid": "load"}) as stream:
+    with http.stream("POST", "/generate", json={"text": "abc" * 100, "stream": True, "rid": "load"}) as stream:
         next(stream.iter_lines())
         assert http.get("/load").json() == {"server_load": 1}
 

@@ -173,7 +173,9 @@ async def test_a_refused_body_is_freed_without_the_garbage_collector() -> None:
 
     gc.disable()
     try:
-        await limit({"type": "http", "headers": [(b"content-length", b"60000")]}, receive, send)
+        await limit(
+            {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"60000")]}, receive, send
+        )
         assert sent[0]["status"] == 503
         assert len(kept) >= 3, "the rest is discarded"
         assert {chunk() for chunk in kept} == {None}

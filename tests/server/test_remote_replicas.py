@@ -389,6 +389,9 @@ def test_a_router_forwards_the_tenant_of_requests(tmp_path: Path) -> None:
         assert tenant(behind, "client's", **{"X-Tenant": "one"}) == "api_key"
         assert tenant(behind, "operator's", **{"X-Tenant": "o%20ne"}) == "o ne"
         assert tenant(behind, "operator's") == "admin_api_key"
+        for key, believed in (("client's", False), ("operator's", True)):
+            tenant(behind, key, **{"X-Background": "1"})
+            assert behind.seen()[-1]["background"] is believed
         batch = {"text": ["abc", "abd"], "rid": ["p", "q"], "sampling_params": {"n": 2}}
         for server, key in ((router, "one's"), (router, "other's"), (behind, "client's")):
             answer = server.http.post("/generate", json=batch, headers={"Authorization": f"Bearer {key}"})
@@ -516,14 +519,14 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
         routing_key="key",
         markers=frozenset({7, 9}),
         continues_text=False,
-        session=SessionTurnInput("s", after="r", name="x", opening=7),
+        session=SessionTurnInput("s", after="r", name="x", opening=7, whole=True),
         shared_len=2,
     )
     plain = GenerateInput(prompt=[])
     defaults = [one.name for one in dataclasses.fields(sent) if getattr(sent, one.name) == getattr(plain, one.name)]
     assert set(defaults) <= {"sampling"}, "each field has another value than its default"
-    origin = Origin("Ärger & Söhne", "gen-\u00e4")
-    turn = SessionTurn("s", origin.tenant, "x", after="r", bos=7)
+    origin = Origin("Ärger & Söhne", "gen-\u00e4", background=True)
+    turn = SessionTurn("s", origin.tenant, "x", after="r", bos=7, whole=True)
     request = tokenized(sent, origin, session=turn)
     body = json.loads(json.dumps(request_body(request, "x", 100)))
     headers = Headers(request_headers(request))

@@ -360,7 +360,7 @@ def test_every_format_equals_the_oracle(check: Callable[[Case], None], case: Cas
     [
         ("/generate", {"text": PROMPT}, "_repeating"),
         ("/generate", {"text": PROMPT, "incremental_output": True}, "_new_only"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}, "Conversations._events"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}, "Conversations.events"),
         ("/v1/completions", {"prompt": PROMPT}, "_events"),
     ],
 )

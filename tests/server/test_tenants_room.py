@@ -44,7 +44,9 @@ class Bodies:
         async def answer() -> None:
             set_caller(Caller(tenant))
             headers = [(b"content-length", b"%d" % size)]
-            await self._limit({"type": "http", "headers": headers, "statuses": statuses}, receive, send)
+            await self._limit(
+                {"type": "http", "method": "POST", "path": "/", "headers": headers, "statuses": statuses}, receive, send
+            )
 
         self._tasks.append(asyncio.create_task(answer()))
         while not statuses:

@@ -157,7 +157,7 @@ class LocalEngine:
         else:
             message = f"the engine was lost each of the {job.losses} times that this line was run"
             answer = error_answer(line, "engine_dead", message)
-        self._queue.finish(index)
+        self._queue.finish(index, job)
         self._waiting.pop(line.number).set_result(answer)
 
     def _on_end(self, worker: asyncio.Task[None]) -> None:

@@ -1,0 +1,159 @@
+"""Replies that are written in the background: they continue when the client that asked for them leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sglang_jax.errors import RequestError
+from sglang_jax.server.errors import ShuttingDownError, internal_error
+from sglang_jax.server.shutdown import SHUTDOWN, Shutdown
+
+logger = logging.getLogger(__name__)
+
+MAX_EVENT_BYTES = 64 * 2**20
+"""Maximum bytes of all events that are kept for clients that come back."""
+
+END = b"\n\n"
+
+Save = Callable[[], Awaitable[None]]
+
+
+class BackgroundWriter(Protocol):
+    """What writes a reply: it can also end as failed or cancelled."""
+
+    def failed(self, error: RequestError) -> bytes:
+        """Ends the reply with an error, and returns its last events."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the reply because somebody asked for that."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One reply. `events`: those so far, by number; None if they are not kept."""
+
+    writer: BackgroundWriter
+    save: Save
+    events: list[bytes] | None
+    done: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    def notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class BackgroundRuns:
+    """All replies that run in the background, and the events of those that have finished, while there is room."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _Run] = {}
+        self._bytes = 0
+
+    def start(
+        self,
+        run_id: str,
+        writer: BackgroundWriter,
+        events: AsyncGenerator[bytes, None],
+        save: Save,
+        *,
+        first: bytes,
+        keep_events: bool,
+    ) -> None:
+        """Starts a reply. `events`: its generator; `first`: events before that; `save`: stores its present state, which
+        happens here if it fails or is cancelled."""
+        run = self._runs[run_id] = _Run(writer, save, [] if keep_events else None)
+        self._add(run, first)
+        run.task = asyncio.create_task(self._drive(run_id, run, events))
+
+    async def _drive(self, run_id: str, run: _Run, events: AsyncGenerator[bytes, None]) -> None:
+        shutdown = SHUTDOWN.get(None) or Shutdown()
+        task = asyncio.current_task()
+        assert task is not None
+        shutdown.add(task.cancel)
+        try:
+            await self._write(run, events, shutdown)
+        finally:
+            shutdown.discard(task.cancel)
+            run.done = True
+            run.notify()
+            if run.events is None:
+                del self._runs[run_id]
+
+    async def _write(self, run: _Run, events: AsyncGenerator[bytes, None], shutdown: Shutdown) -> None:
+        try:
+            async with aclosing(events):
+                async for written in events:
+                    self._add(run, written)
+            return
+        except asyncio.CancelledError:
+            if shutdown.stopped:
+                self._add(run, run.writer.failed(ShuttingDownError("the server was stopped before the reply ended")))
+            else:
+                run.writer.cancel()
+        except RequestError as error:
+            self._add(run, run.writer.failed(error))
+        except Exception as error:  # a fault of the server
+            logger.exception("A reply in the background failed")
+            self._add(run, run.writer.failed(internal_error(error)))
+        await run.save()
+
+    def _add(self, run: _Run, written: bytes) -> None:
+        if run.events is None:
+            return
+        run.events += [event + END for event in written.split(END) if event]
+        self._bytes += len(written)
+        while self._bytes > MAX_EVENT_BYTES:
+            self._drop_events(next(one for one, other in self._runs.items() if other.events))
+        run.notify()
+
+    def _drop_events(self, run_id: str) -> None:
+        run = self._runs[run_id]
+        self._bytes -= sum(map(len, run.events or ()))
+        run.events = None
+        run.notify()
+        if run.done:
+            del self._runs[run_id]
+
+    def runs(self, run_id: str) -> bool:
+        """Whether a reply has not ended."""
+        return run_id in self._runs and not self._runs[run_id].done
+
+    def has_events(self, run_id: str) -> bool:
+        return run_id in self._runs and self._runs[run_id].events is not None
+
+    async def events(self, run_id: str, after: int) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a reply that `has_events`, from number `after` + 1 on, until it ends. Raises
+        `RequestError` if they make room for others meanwhile."""
+        run, number = self._runs[run_id], max(after + 1, 0)
+        while True:
+            if run.events is None:
+                raise RequestError("the events of this response made room for others; retrieve it without stream")
+            new = run.events[number:]
+            if not new and run.done:
+                return
+            if not new:
+                await run.changed.wait()
+                continue
+            number += len(new)
+            yield b"".join(new)
+
+    async def cancel(self, run_id: str) -> None:
+        """Ends a reply, if it runs, and waits until it has ended."""
+        run = self._runs.get(run_id)
+        if run is not None and run.task is not None and not run.done:
+            run.task.cancel()
+            await asyncio.wait({run.task})
+
+    def forget(self, run_id: str) -> None:
+        """Drops the events of a reply that has ended."""
+        if self.has_events(run_id):
+            self._drop_events(run_id)

@@ -1,0 +1,221 @@
+"""Stored responses: in memory, or in a file that outlives the server. Both are SQLite databases, with limits for the
+number, the bytes and the age of what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sglang_jax.errors import ConfigError, ParameterError, quote
+from sglang_jax.server.errors import ResponseNotFoundError
+
+Result = TypeVar("Result")
+
+MAX_CHAIN = 4096
+"""Maximum responses of one conversation."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, created REAL NOT NULL, used INTEGER NOT NULL,
+    size INTEGER NOT NULL, status TEXT NOT NULL, session TEXT, input BLOB NOT NULL, response BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_use ON responses (owner, used);
+CREATE INDEX IF NOT EXISTS by_age ON responses (created);
+CREATE INDEX IF NOT EXISTS by_session ON responses (session);
+"""
+
+_UNFINISHED = ("queued", "in_progress")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response and what it answers. `owner`: whose it is; `previous`: the response that it follows; `session`: the
+    session that keeps the KV of its conversation; `input`, `response`: JSON, the input's items and the response."""
+
+    id: str
+    owner: str
+    previous: str | None
+    status: str
+    session: str | None
+    input: bytes
+    response: bytes
+
+    @property
+    def finished(self) -> bool:
+        return self.status not in _UNFINISHED
+
+    def items(self) -> list[dict[str, Any]]:
+        """Returns the items of the conversation that this response adds: its input, then its output."""
+        return [*self.input_items(), *json.loads(self.response)["output"]]
+
+    def input_items(self) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = json.loads(self.input)
+        return items
+
+
+class ResponseStore:
+    """Keeps at most `most` responses and `most_bytes` of their JSON, each for at most `seconds`. Beyond that, the owner
+    with the most bytes loses the responses that were not used for longest; a conversation loses its newest first.
+
+    All methods run on one event loop; the database has a separate thread. `path`: a file; None for memory. Raises
+    `ConfigError` for a file that cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        most: int,
+        most_bytes: int,
+        seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._most, self._most_bytes, self._seconds, self._clock = most, most_bytes, seconds, clock
+        self._thread = ThreadPoolExecutor(1, "response-store")
+        self._bytes: Counter[str] = Counter()
+        self._count = 0
+        self._used = 0
+        try:
+            self._thread.submit(self._open, path).result()
+        except sqlite3.Error as error:
+            raise ConfigError(f"response_store {path} cannot be used: {error}") from error
+
+    def _open(self, path: Path | None) -> None:
+        if path is not None:
+            path.touch(mode=0o600)
+        self._database = sqlite3.connect(":memory:" if path is None else path, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode=WAL")
+        self._database.execute("PRAGMA synchronous=NORMAL")
+        self._database.executescript(_SCHEMA)
+        self._fail_unfinished()
+        for owner, count, size in self._database.execute("SELECT owner, COUNT(*), SUM(size) FROM responses GROUP BY 1"):
+            self._bytes[owner] = size
+            self._count += count
+        (self._used,) = self._database.execute("SELECT COALESCE(MAX(used), 0) FROM responses").fetchone()
+        self._evict()
+
+    def _fail_unfinished(self) -> None:
+        """Marks responses as failed that an earlier server has not finished."""
+        for response_id, text in self._database.execute(
+            "SELECT id, response FROM responses WHERE status IN (?, ?)", _UNFINISHED
+        ).fetchall():
+            response = json.loads(text)
+            response |= {"status": "failed", "error": {"code": "server_error", "message": "the server was restarted"}}
+            self._database.execute(
+                "UPDATE responses SET status = 'failed', response = ? WHERE id = ?",
+                (json.dumps(response).encode(), response_id),
+            )
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def save(self, stored: StoredResponse) -> None:
+        """Stores a response, or its new state."""
+        await self._run(partial(self._save, stored))
+
+    def _save(self, stored: StoredResponse) -> None:
+        self._forget(stored.id)
+        self._used += 1
+        size = len(stored.input) + len(stored.response)
+        self._database.execute(
+            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                stored.id,
+                stored.owner,
+                stored.previous,
+                self._clock(),
+                self._used,
+                size,
+                stored.status,
+                stored.session,
+                stored.input,
+                stored.response,
+            ),
+        )
+        self._bytes[stored.owner] += size
+        self._count += 1
+        self._evict()
+
+    def _forget(self, response_id: str) -> bool:
+        row = self._database.execute("SELECT owner, size FROM responses WHERE id = ?", (response_id,)).fetchone()
+        if row is None:
+            return False
+        self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+        self._bytes[row[0]] -= row[1]
+        self._count -= 1
+        return True
+
+    def _evict(self) -> None:
+        oldest = self._clock() - self._seconds
+        aged = self._database.execute("SELECT id FROM responses WHERE created < ?", (oldest,)).fetchall()
+        for (response_id,) in aged:
+            self._forget(response_id)
+        while self._count > self._most or self._bytes.total() > self._most_bytes:
+            owner = max(self._bytes, key=lambda one: self._bytes[one])
+            (response_id,) = self._database.execute(
+                "SELECT id FROM responses WHERE owner = ? ORDER BY used LIMIT 1", (owner,)
+            ).fetchone()
+            self._forget(response_id)
+
+    async def find(self, response_id: str, owner: str) -> StoredResponse:
+        """Returns a response. Raises `ResponseNotFoundError`."""
+        return await self._run(partial(self._find, response_id, owner))
+
+    def _find(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
+        row = self._database.execute(
+            "SELECT id, owner, previous, status, session, input, response FROM responses "
+            "WHERE id = ? AND owner = ? AND created >= ?",
+            (response_id, owner, self._clock() - self._seconds),
+        ).fetchone()
+        if row is None:
+            raise ResponseNotFoundError(
+                f"there is no stored response {quote(response_id)}: it was not stored, was deleted, or made room for "
+                "newer ones",
+                param=param,
+            )
+        return StoredResponse(*row)
+
+    async def conversation(self, response_id: str, owner: str) -> list[StoredResponse]:
+        """Returns the responses of a conversation up to this one, the oldest first, and counts them as used. Raises
+        `ResponseNotFoundError` if one of them is not stored, `ParameterError` for too many."""
+        return await self._run(partial(self._conversation, response_id, owner))
+
+    def _conversation(self, response_id: str, owner: str) -> list[StoredResponse]:
+        found: list[StoredResponse] = []
+        wanted: str | None = response_id
+        while wanted is not None:
+            if len(found) == MAX_CHAIN:
+                raise ParameterError(
+                    f"previous_response_id is {quote(response_id)}, which ends a conversation of more than {MAX_CHAIN} "
+                    "responses, the limit; send the conversation as input",
+                    param="previous_response_id",
+                )
+            found.append(self._find(wanted, owner, "previous_response_id"))
+            wanted = found[-1].previous
+        for one in found:  # the first response of a conversation counts as used last: without it, the others are lost
+            self._used += 1
+            self._database.execute("UPDATE responses SET used = ? WHERE id = ?", (self._used, one.id))
+        return found[::-1]
+
+    async def has_session(self, session: str) -> bool:
+        """Whether a stored response belongs to this session."""
+        find = "SELECT 1 FROM responses WHERE session = ? LIMIT 1"
+        return await self._run(lambda: self._database.execute(find, (session,)).fetchone() is not None)
+
+    async def delete(self, response_id: str, owner: str) -> StoredResponse:
+        """Deletes a response and returns it. Raises `ResponseNotFoundError`."""
+        return await self._run(partial(self._delete, response_id, owner))
+
+    def _delete(self, response_id: str, owner: str) -> StoredResponse:
+        found = self._find(response_id, owner)
+        self._forget(response_id)
+        return found
