@@ -176,7 +176,7 @@ def test_a_model_may_be_given_without_a_flag_but_not_twice(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[ServerConfig] = []
-    monkeypatch.setattr("sglang_jax.server.serve.run", lambda config: served.append(config) or 0)
+    monkeypatch.setattr("sglang_jax.server.serve.run", lambda config, **_: served.append(config) or 0)
     assert run(serve, "serve", ["some/model", "--port", "1"]) == 0
     assert run(serve, "serve", ["same", "--model", "same"]) == 0
     assert served == [ServerConfig(model_path="some/model", port=1), ServerConfig(model_path="same")]
@@ -298,7 +298,7 @@ def test_a_sampling_field_does_not_suggest_a_similar_flag(capsys: pytest.Capture
 def test_errors_name_flags_if_flags_were_given(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, message: str, told: str
 ) -> None:
-    def refuse(config: ServerConfig) -> int:
+    def refuse(config: ServerConfig, **_: object) -> int:
         raise ConfigError(message)
 
     monkeypatch.setattr("sglang_jax.server.serve.run", refuse)

@@ -34,6 +34,8 @@ OPERATORS_ROUTES = (
     ("POST", "/pause_generation"),
     ("POST", "/continue_generation"),
     ("POST", "/update_weights_from_disk"),
+    ("POST", "/release_memory_occupation"),
+    ("POST", "/resume_memory_occupation"),
     ("POST", "/drain_replica"),
     ("POST", "/start_profile"),
     ("POST", "/stop_profile"),
