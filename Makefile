@@ -45,7 +45,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs client-test proxy-test package-test proofs serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help batch-kills docs client-test proxy-test package-test proofs serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ soak: $(TEST_READY) ## run the long searches for rare faults
 
 soak-server: $(TEST_READY) ## run a server with many clients and faults for half an hour; shorter: ARGS="--minutes 5"
 	$(BIN)/python benchmarks/soak_server.py $(ARGS)
+
+batch-kills: $(TEST_READY) ## kill a server with batches over HTTP at three hundred random moments, and check each line's one answer
+	$(BIN)/python -m pytest -m soak --timeout 0 tests/batch/test_served_kills.py $(ARGS)
 
 kernel-table: $(TEST_READY) ## compile every Triton kernel for sm_80 to sm_120, and record its registers and memory
 	$(BIN)/python tests/helpers/triton_ahead_of_time.py --write tests/helpers/triton_table.json

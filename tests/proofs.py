@@ -97,10 +97,14 @@ PROOFS = (
     target("client-test", *HOST, "tests/clients", "pyproject.toml"),
     target("package-test", *PRODUCT, "tpu", *INSTALLED),
     target("docs", "docs", "README.md", "CHANGELOG.md", "mkdocs.yml", "pyproject.toml", *HOST),
-    Proof(
+    target(
         "batch-kills",
-        (sys.executable, "-m", "pytest", "-m", "soak", "--timeout", "0", "tests/batch/test_served_kills.py"),
-        ("sglang_jax/batch", "sglang_jax/server", "tests/batch/test_served_kills.py", "tests/helpers/batch_command.py"),
+        *(
+            "sglang_jax/batch",
+            "sglang_jax/server",
+            "tests/batch/test_served_kills.py",
+            "tests/helpers/batch_command.py",
+        ),
     ),
     target("soak-server", *PRODUCT, *SOAK_SERVER),
     target("proxy-test", *HOST, "deploy/proxy", "benchmarks/proxies.py", "benchmarks/abuse.py"),

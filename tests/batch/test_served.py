@@ -218,6 +218,20 @@ def test_lines_are_those_of_their_key(keyed: EchoServer) -> None:
     assert usage["prompt_tokens_details"] is None or usage["prompt_tokens_details"]["cached_tokens"] is None
 
 
+def test_lines_are_charged_to_their_key(keyed: EchoServer) -> None:
+    api = client(keyed, "cyd's")
+    cyd = keyed.context.callers.named("cyd")
+    assert cyd is not None
+    assert cyd.tokens is not None
+    assert cyd.tokens.seconds_to_wait(60_000) == 0
+    batch = ended(api, start(api, [line(number, prompt="a" * 900, max_tokens=900) for number in range(10)]))
+    assert batch.usage is not None
+    assert batch.usage.total_tokens == 10 * 1800
+    used = 1000 * cyd.tokens.seconds_to_wait(60_000)
+    assert 0 < used <= batch.usage.total_tokens  # some are back already
+    assert cyd.tokens.seconds_to_wait(30_000) == 0, "half is left to the key's other requests"
+
+
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EchoServer]:
     """Echoes a token every 20 ms."""

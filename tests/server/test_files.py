@@ -31,7 +31,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EchoServer]:
     keys = folder / "keys.json"
     ann, bob = {"key": "ann's"}, {"key": "bob's", "max_files_bytes": 2 * LEAST_COUNTED}
     keys.write_text(json.dumps({"keys": {"ann": ann, "bob": bob, "eve": {"key": "eve's", "admin": True}}}))
-    options = {"files_dir": folder / "here", "max_file_bytes": MAX_FILE, "max_files_bytes": MAX_FILES}
+    options: dict[str, Any] = {"max_body_bytes": 10_000}  # does not apply to uploads
+    options |= {"files_dir": folder / "here", "max_file_bytes": MAX_FILE, "max_files_bytes": MAX_FILES}
     with serve_echo(api_keys=keys, client_timeout=0.4, **options) as server:
         yield server
 
@@ -146,6 +147,12 @@ def test_bad_uploads(keyed: EchoServer, body: bytes, status: int, code: str, sai
 )
 def test_bad_types(keyed: EchoServer, kind: str) -> None:
     assert post(keyed, GOOD, kind).status_code == 415
+
+
+def test_bad_queries(keyed: EchoServer) -> None:
+    for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=file-1", "after")):
+        answer = keyed.http.get(f"/v1/files?{query}", headers={"Authorization": "Bearer ann's"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 def test_limits_of_all_files_and_of_a_key(keyed: EchoServer) -> None:

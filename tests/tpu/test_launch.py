@@ -305,7 +305,7 @@ def test_an_unknown_option_is_refused_before_a_model_is_read(
 def config_of(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> ServerConfig:
     """The config as the server would read it."""
     seen: list[ServerConfig] = []
-    monkeypatch.setattr(sglang_jax.server.serve, "run", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr(sglang_jax.server.serve, "run", lambda config, **_: seen.append(config) or 0)
     serve.main(arguments, standalone_mode=False)
     return seen[0]
 

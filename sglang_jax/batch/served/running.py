@@ -83,7 +83,8 @@ class _Watcher:
     room: CallerRoom
 
     def finished(self, answer: Answer) -> None:
-        self.room.learn(answer.tokens.prompt + answer.tokens.output)
+        if answer.kind is Kind.OUTPUT:
+            self.room.learn(answer.tokens.prompt + answer.tokens.output)
         self.files.note(self.space, answer)
 
 
