@@ -273,7 +273,7 @@ class Scheduler:
         """Retracts running requests and empties the prefix cache, because KV became invalid. Sessions stay open."""
         self.pause(PauseMode.RETRACT)
         self._flush()
-        self.queue.look_again()
+        self._queues.look_again()
 
     def resume(self) -> None:
         self.paused = False
