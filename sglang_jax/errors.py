@@ -99,6 +99,13 @@ class SessionLimitError(RequestError):
     code = "too_many_sessions"
 
 
+class MemoryReleasedError(RequestError):
+    """The engine has given back the memory of its weights or its KV cache, until an operator resumes it."""
+
+    status = 503
+    code = "memory_released"
+
+
 class CapacityError(RequestError):
     """A request by itself needs more KV than the pool holds."""
 

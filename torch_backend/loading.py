@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -27,7 +27,7 @@ from torch_backend.key_means import give_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
 from torch_backend.models import Transformer
 from torch_backend.parallel import SINGLE, TensorParallel
-from torch_backend.runner import TorchRunner
+from torch_backend.runner import ReleasableMemory, TorchRunner
 from torch_backend.step import Model
 from torch_backend.streams import CpuThread, CudaStream, Stream
 from torch_backend.weights import load_kv_parameters
@@ -42,17 +42,30 @@ _MAX_CAPTURED_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class PagedTransformer:
-    """A loaded model with its KV pages and states: the runner's `Model`."""
+    """A loaded model with its KV pages and states: the runner's `Model`. `transformer`: None once released."""
 
-    transformer: Transformer | TracedTransformer
+    transformer: Transformer | TracedTransformer | None
     kv: Sequence[LayerMemory]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        assert self.transformer is not None, "the weights were released"
         hidden: torch.Tensor = self.transformer(batch, self.kv)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.transformer is not None, "the weights were released"
         return self.transformer.logits(hidden)
+
+    def without_weights(self) -> PagedTransformer:
+        return PagedTransformer(None, self.kv)
+
+    def pages(self) -> Iterator[torch.Tensor]:
+        for memory in self.kv:
+            yield from memory.states
+            if memory.pages is not None:
+                yield memory.pages.keys
+                if not memory.pages.shared:
+                    yield memory.pages.values
 
 
 def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
@@ -86,6 +99,7 @@ def _load_on(
     kv_parameters, kv_factor = checkpoint.kv_parameters(), _kv_factor(config, checkpoint, backend.kv_form)
     main.load()
     kv = _allocate_main(backend, assembly, kv_parameters, kv_factor)
+    main_model = PagedTransformer(main.model, kv)
     drafting = None
     if draft is not None:
         draft.load()
@@ -93,11 +107,14 @@ def _load_on(
         drafting = PagedTransformer(draft.model, own)
     most = min(config.cuda_graph_max_bs or _MAX_CAPTURED_ROWS, spec.max_rows)
     capture = _capture(stream, config, device, kernels)
-    reload = partial(_reload, config, models, backend)
+    pages = [*main_model.pages(), *(() if drafting is None else drafting.pages())]
+    memory = ReleasableMemory(
+        partial(_reload, config, models, backend), partial(_without_weights, backend), tuple(pages)
+    )
     return TorchRunner(
-        PagedTransformer(main.model, kv),
+        main_model,
         spec,
-        reload=reload,
+        memory=memory,
         device=device,
         stream=stream,
         sampler=kernels.sampler,
@@ -120,18 +137,19 @@ def _load_on(
     )
 
 
-def _reload(config: EngineConfig, models: Models, backend: TorchBackend, served: Model, model_path: str) -> Model:
+def _reload(
+    config: EngineConfig, models: Models, backend: TorchBackend, served: Model, model_path: str | None
+) -> Model:
     """Returns the model with other weights, over the pages of `served`; runs on the stream. On a GPU the new weights
     are copied into the old tensors, whose addresses captured steps contain. Raises as `Runner.load_weights`."""
     assert isinstance(served, PagedTransformer)
-    if backend.kv_form.keys != backend.dtype:
-        raise ConfigError("weights cannot be replaced with an 8-bit KV cache on the torch backend; restart the server")
+    _check_replaceable(backend)
     replacement = open_replacement(config, models, model_path)
     refuse_orbax(replacement.main)
     unloaded = backend.build(replacement)
-    check_room(backend, unloaded, model_path)
+    check_room(backend, unloaded)
     unloaded.load()
-    if backend.device.type == "cpu":
+    if backend.device.type == "cpu" or served.transformer is None:
         return PagedTransformer(unloaded.model, served.kv)
     targets, values = _tensors(served.transformer), _tensors(unloaded.model)
     ours, theirs = ([(each.shape, each.dtype) for each in tensors] for tensors in (targets, values))
@@ -141,6 +159,19 @@ def _reload(config: EngineConfig, models: Models, backend: TorchBackend, served:
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
     return served
+
+
+def _without_weights(backend: TorchBackend, served: Model) -> Model:
+    assert isinstance(served, PagedTransformer)
+    _check_replaceable(backend)
+    if not isinstance(served.transformer, Transformer):
+        raise ConfigError("weights cannot be released with --model-impl transformers; stop the server")
+    return served.without_weights()
+
+
+def _check_replaceable(backend: TorchBackend) -> None:
+    if backend.kv_form.keys != backend.dtype:
+        raise ConfigError("weights cannot be replaced with an 8-bit KV cache on the torch backend; restart the server")
 
 
 def _tensors(model: Transformer | TracedTransformer) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang_jax.errors import ParameterError
+from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.runner.draft_model import DraftLag
 from sglang_jax.runner.drafts import REJECTED, FlatPlan, flatten_drafts, pack_hints, pack_texts, restore_rows
 from sglang_jax.runner.expert_load import ExpertLoad, load_since
@@ -131,6 +131,17 @@ class _Closed:
         raise RuntimeError("the runner is closed")
 
 
+@dataclass(frozen=True, slots=True)
+class ReleasableMemory:
+    """What a runner needs to give back memory, and to load other weights. `reload`: returns a model over the same pages
+    with the weights of a path, or with its own again (None); `without_weights`: returns it without weights; `pages`:
+    keys, values and states of all models. Both raise `ConfigError` if that is not possible."""
+
+    reload: Callable[[Model, str | None], Model]
+    without_weights: Callable[[Model], Model]
+    pages: tuple[torch.Tensor, ...]
+
+
 class TorchRunner:
     """`Runner` on one device, or one rank of several that run the same plans.
 
@@ -140,7 +151,7 @@ class TorchRunner:
     The runner owns `model` and its KV pages; `stream` and `sampler` default to the CPU's; `graph_buckets`,
     `mixed_buckets`: row counts of the decode steps, and sizes of the steps with prompts, to capture with `capture`
     (None: every step is eager); `draft`: the draft model with its KV pages, whose pools are those of the spec with
-    `draft`; `reload`: returns the model with other weights, see `load_weights`; `states`: the model's state pools,
+    `draft`; `memory`: None for models of tests; `states`: the model's state pools,
     whose slots after those of the spec's pool hold the states after drafts; `counted`: by layer number, int64
     `[experts]`, in which the model counts the tokens routed to each expert.
     """
@@ -156,7 +167,7 @@ class TorchRunner:
         capture: Capture | None = None,
         graph_buckets: tuple[int, ...] = (),
         mixed_buckets: tuple[Bucket, ...] = (),
-        reload: Callable[[Model, str], Model] | None = None,
+        memory: ReleasableMemory | None = None,
         weight_bytes: int = 0,
         kv_bytes: int = 0,
         details: Mapping[str, str] | None = None,
@@ -166,8 +177,11 @@ class TorchRunner:
     ) -> None:
         self._spec = spec
         self._table = TableLayout.of(spec)
-        self._reload = reload
+        self._memory = memory
+        self._sizes: dict[torch.Tensor, int] = {}
         self._main, self._draft = model, draft
+        self._path: str | None = None
+        self._has_weights = True
         self._model = self._with_draft(model)
         self._device = device
         self._stream = stream or CpuThread()
@@ -282,12 +296,50 @@ class TorchRunner:
 
     def load_weights(self, model_path: str) -> None:
         """See `Runner`. All of it runs on the stream, after the steps in flight."""
-        reload = self._reload
-        if reload is None:
+        self._load(model_path)
+        self._path = self._details["weights_path"] = model_path
+
+    def _load(self, model_path: str | None) -> None:
+        memory = self._memory
+        if memory is None:
             cannot_reload(model_path)
-        self._main = self._stream.submit(lambda: reload(self._main, model_path)).wait()
+        self._main = self._stream.submit(lambda: memory.reload(self._main, model_path)).wait()
+        self._has_weights = True
         self._model = self._with_draft(self._main)
-        self._details["weights_path"] = model_path
+
+    def release_memory(self, *, weights: bool, kv: bool) -> None:
+        """See `Runner`. Captured steps contain addresses of this memory, so an engine with any refuses."""
+        memory = self._memory
+        if memory is None:
+            cannot_reload(None)
+        if self._graphs is not None:
+            raise ConfigError("memory cannot be released with captured steps; restart with --disable-cuda-graph")
+        if weights:
+            self._main = memory.without_weights(self._main)
+            self._has_weights = False
+            self._model = self._with_draft(self._main)
+        if kv:
+            self._stream.submit(lambda: self._resize(memory.pages, empty=True)).wait()
+
+    def resume_memory(self, *, weights: bool, kv: bool) -> None:
+        if weights:
+            self._load(self._path)
+        if kv and self._memory is not None:
+            pages = self._memory.pages
+            self._stream.submit(lambda: self._resize(pages, empty=False)).wait()
+
+    def _resize(self, pages: Sequence[torch.Tensor], *, empty: bool) -> None:
+        """Frees the storage of pages, which stay the same tensors, or allocates it again, zeroed."""
+        for page in pages:
+            storage = page.untyped_storage()
+            if empty:
+                self._sizes[page] = storage.nbytes()
+                storage.resize_(0)
+            else:
+                storage.resize_(self._sizes.pop(page))
+                page.zero_()
+        if empty and self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def start_profile(self, folder: str) -> None:
         if "://" in folder:
@@ -306,8 +358,8 @@ class TorchRunner:
             device=device_name(self._device),
             compiled_programs=graphs,
             compiles_after_warm_up=graphs - self._warm_graphs,
-            weight_bytes=self._weight_bytes,
-            kv_bytes=self._kv_bytes,
+            weight_bytes=self._weight_bytes if self._has_weights else 0,
+            kv_bytes=0 if self._sizes else self._kv_bytes,
             details=self._details,
         )
 
@@ -327,7 +379,7 @@ class TorchRunner:
         """Waits for steps in flight, and releases the model and its captured steps."""
         self._stream.close()
         self._model, self._graphs, self._warm_graphs, self._drafter = _Closed(), None, 0, None
-        self._main, self._draft = _Closed(), None
+        self._main, self._draft, self._memory = _Closed(), None, None
 
     def _run(self, flat: FlatPlan, needs: Needs, wanted: DraftRequest | None) -> DeviceOutputs:
         return self._sample_part(flat, self._forward_part(flat, needs, wanted), needs, None)

@@ -34,6 +34,7 @@ _ERROR_CLASSES: dict[str, type[RequestError]] = {
         errors.SessionBusyError,
         errors.SessionLimitError,
         errors.CapacityError,
+        errors.MemoryReleasedError,
         errors.NumericalError,
     )
 }

@@ -46,6 +46,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         main.load(mesh)
         _fit_kv_scales(config, main.model, kv_factor, main.parallel, mesh, backend.dtype)
         _, weights = split_model(main.model)
+        num_weights = len(weights)
         kv = allocate(cache, mesh)
         if draft is not None and own_cache is not None:
             draft.load(mesh)
@@ -62,17 +63,17 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     }
     reload = partial(_reload, config, models, backend, main)
     counted = tuple(number for number, experts in enumerate(cache.counted) if experts)
-    return JaxRunner(programs, weights, kv, spec, details, mesh, counted, reload)
+    return JaxRunner(programs, weights, kv, spec, details, mesh, counted, reload, num_weights)
 
 
 def _reload(
-    config: EngineConfig, models: Models, backend: JaxBackend, served: UnloadedModel, model_path: str
+    config: EngineConfig, models: Models, backend: JaxBackend, served: UnloadedModel, model_path: str | None
 ) -> Weights:
     """Loads weights that may replace those of `served`, in the same order. Raises as `Runner.load_weights`."""
     replacement = open_replacement(config, models, model_path)
     kv_factor = kv_scale_factor(replacement.main, config.kv_cache_dtype)
     unloaded = backend.build(replacement)
-    check_room(backend, unloaded, model_path)
+    check_room(backend, unloaded)
     ours, theirs = (
         [(parameter.shape, parameter.dtype) for parameter in parameters(each.build())] for each in (served, unloaded)
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -98,8 +99,8 @@ class JaxRunner:
     A launch packs the plan into one array, calls the compiled program of the smallest bucket that the plan fits, and
     returns. The device runs launches in order, since each takes the state that the previous one returned. The runner
     takes over `weights` and `kv`: it writes `kv` in place, and `close` frees both. `mesh`: of these, None for JAX's
-    default device; `counted`: indices of layers that count the tokens of their experts; `reload`: loads other weights
-    of the model, see `load_weights`.
+    default device; `counted`: indices of layers that count the tokens of their experts; `reload`: loads weights of
+    the model from another checkpoint, or again (None); `num_weights`: those of the model, without a draft model.
     """
 
     def __init__(
@@ -111,11 +112,14 @@ class JaxRunner:
         details: Mapping[str, str],
         mesh: Mesh | None = None,
         counted: tuple[int, ...] = (),
-        reload: Callable[[str], Weights] = cannot_reload,
+        reload: Callable[[str | None], Weights] = cannot_reload,
+        num_weights: int = 0,
     ) -> None:
         self._spec = spec
         self._details = dict(details)
         self._reload = reload
+        self._num_weights = num_weights
+        self._path: str | None = None
         placement = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._state = DeviceState(kv, *empty_rows(spec, placement, drafted=programs.draft is not None))
         self._weights = weights
@@ -219,15 +223,34 @@ class JaxRunner:
 
     def load_weights(self, model_path: str) -> None:
         """See `Runner`. The programs stay: they take the weights as arguments."""
-        main = self._reload(model_path)
-        jax.block_until_ready((self._state, main))
-        replaced, draft = self._weights[: len(main)], self._weights[len(main) :]
+        self._take(self._reload(model_path))
+        self._path = self._details["weights_path"] = model_path
+
+    def _take(self, main: Weights) -> None:
+        """Replaces the model's weights, and keeps those of a draft model."""
+        jax.block_until_ready((_unless_deleted(self._state), main))
+        replaced, draft = self._weights[: self._num_weights], self._weights[self._num_weights :]
         self._weights = [*main, *draft]
+        self._weight_bytes = _nbytes(self._weights)
         if self._drafter is not None:
             self._drafter.use(self._weights)
-        for array in replaced:
-            array.delete()
-        self._details["weights_path"] = model_path
+        _delete(replaced)
+
+    def release_memory(self, *, weights: bool, kv: bool) -> None:
+        jax.block_until_ready(_unless_deleted(self._state))
+        if weights:
+            _delete(self._weights[: self._num_weights])
+            self._weight_bytes = _nbytes(self._weights[self._num_weights :])
+        if kv:
+            _delete(_pages(self._state.kv))
+            self._kv_bytes = 0
+
+    def resume_memory(self, *, weights: bool, kv: bool) -> None:
+        if weights:
+            self._take(self._reload(self._path))
+        if kv:
+            self._state = replace(self._state, kv=jax.tree.map(_made_again, self._state.kv))
+            self._kv_bytes = _nbytes(self._state.kv)
 
     def start_profile(self, folder: str) -> None:
         """See `Runner`. `folder`: any that JAX can write to, also `gs://`."""
@@ -269,10 +292,9 @@ class JaxRunner:
     def close(self) -> None:
         """Waits for launched steps, and frees the device's memory. Cancels builds that do not run yet."""
         self._programs.abandon()
-        jax.block_until_ready(self._state)
+        jax.block_until_ready(_unless_deleted(self._state))
         self._counter.close()
-        for array in jax.tree.leaves((self._state, self._weights)):
-            array.delete()
+        _delete((self._state, self._weights))
 
     def _replace_rows(self, updates: RowUpdates) -> None:
         """Sets sampling state, texts and hints of rows, in the fewest runs of the fixed sizes."""
@@ -313,6 +335,25 @@ def _in_batches(updates: Sequence[Update], sizes: tuple[int, ...]) -> Iterator[t
         size = next((size for size in sizes if size >= len(updates)), sizes[-1])
         yield size, updates[:size]
         updates = updates[size:]
+
+
+def _unless_deleted(tree: object) -> list[jax.Array]:
+    return [array for array in jax.tree.leaves(tree) if not array.is_deleted()]
+
+
+def _made_again(array: jax.Array) -> jax.Array:
+    """Zeros like a deleted array; other arrays stay."""
+    return jnp.zeros(array.shape, array.dtype, device=array.sharding) if array.is_deleted() else array
+
+
+def _delete(tree: object) -> None:
+    for array in _unless_deleted(tree):
+        array.delete()
+
+
+def _pages(kv: KVCaches) -> list[KVCaches]:
+    """Pages and states, without the counters of experts."""
+    return [replace(memory, expert_tokens=None) for memory in kv]
 
 
 def _nbytes(tree: Weights | KVCaches) -> int:

@@ -65,9 +65,12 @@ def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
     return Models(checkpoint, open_draft(config, checkpoint), quantization_of(config, checkpoint))
 
 
-def open_replacement(config: EngineConfig, models: Models, model_path: str) -> Models:
-    """Opens a checkpoint whose weights may replace those of `models`, without the draft model. Raises `ConfigError`
-    unless its config describes the same model; `CheckpointError` if it cannot be read."""
+def open_replacement(config: EngineConfig, models: Models, model_path: str | None) -> Models:
+    """Opens a checkpoint whose weights may replace those of `models`, without the draft model; None for that of
+    `models`. Raises `ConfigError` unless its config describes the same model; `CheckpointError` if it cannot be
+    read."""
+    if model_path is None:
+        return replace(models, draft=None)
     found = open_checkpoint(model_path, config.load_format, seed=config.random_seed, model_impl=config.model_impl)
     served = models.main
     if found.transformers_config is not None or served.transformers_config is not None:
@@ -81,13 +84,13 @@ def open_replacement(config: EngineConfig, models: Models, model_path: str) -> M
     return Models(found, None, quantization_of(config, found))
 
 
-def check_room(backend: Backend[Model], model: Model, model_path: str) -> None:
+def check_room(backend: Backend[Model], model: Model) -> None:
     """Raises `ConfigError` if the devices have no room for the weights of one more model."""
     needed, free = backend.weights_of(model), backend.available()
     if needed > free:
         raise ConfigError(
-            f"{model_path} needs {needed / 2**20:.0f} MiB on each device until it has replaced the weights, and "
-            f"{free / 2**20:.0f} MiB are free; start the server with a lower --mem-fraction-static"
+            f"the new weights need {needed / 2**20:.0f} MiB on each device, and {free / 2**20:.0f} MiB are free; "
+            "release the KV cache before, or start the server with a lower --mem-fraction-static"
         )
 
 

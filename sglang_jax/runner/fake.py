@@ -99,6 +99,7 @@ class FakeRunner:
         self._handle: FakeHandle | None = None
         self._profile: tuple[Path, int] | None = None
         self.weights = ""
+        self.has_weights = self.has_kv = True
         self.plans: list[StepPlan] = []
         self.keep_plans = False
 
@@ -133,13 +134,23 @@ class FakeRunner:
         """See `Runner`. All KV of later steps depends on the path. Paths with `missing` do not exist."""
         if "missing" in model_path:
             raise CheckpointError(f"{model_path} does not exist")
-        self.weights = model_path
+        self.weights, self.has_weights = model_path, True
+
+    def release_memory(self, *, weights: bool, kv: bool) -> None:
+        self.has_weights, self.has_kv = self.has_weights and not weights, self.has_kv and not kv
+        if kv:
+            self._slots = [[0xBAD] * len(slots) for slots in self._slots]
+
+    def resume_memory(self, *, weights: bool, kv: bool) -> None:
+        self.has_weights, self.has_kv = self.has_weights or weights, self.has_kv or kv
 
     def _begin_of(self, row: int) -> str | None:
         namespace = self.namespace_of(row)
         return self.weights + (namespace or "") if self.weights else namespace
 
     def launch(self, plan: StepPlan) -> FakeHandle:
+        assert self.has_weights
+        assert self.has_kv
         self._check(plan)
         if self.keep_plans:
             self.plans.append(plan)

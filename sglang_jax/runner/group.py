@@ -128,6 +128,13 @@ class GroupRunner:
         """Refuses: a process that fails to read its part would have other weights than the rest."""
         raise ConfigError("weights cannot be replaced in an engine of several processes; restart the server")
 
+    def release_memory(self, *, weights: bool, kv: bool) -> None:
+        """Refuses, because the weights could not be loaded again: see `load_weights`."""
+        raise ConfigError("the memory of an engine of several processes cannot be released; stop the server")
+
+    def resume_memory(self, *, weights: bool, kv: bool) -> None:
+        """Does nothing: nothing was released."""
+
     def start_profile(self, folder: str) -> None:
         self._runner.start_profile(folder)
         self._followers.send(StartProfile(folder))

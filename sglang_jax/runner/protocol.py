@@ -12,9 +12,9 @@ from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.pulse import Building
 
 
-def cannot_reload(model_path: str) -> NoReturn:
+def cannot_reload(model_path: str | None) -> NoReturn:
     """For `Runner.load_weights` of a runner that was not created from a checkpoint."""
-    raise ConfigError(f"the weights of this engine do not come from a checkpoint; got {model_path}")
+    raise ConfigError(f"the weights of this engine do not come from a checkpoint; asked for {model_path}")
 
 
 class StepHandle(Protocol):
@@ -72,6 +72,16 @@ class Runner(Protocol):
         """Replaces the model's weights by those of another checkpoint of the same architecture, after all launched
         steps; both are in memory meanwhile. KV stays as it is, and so does a draft model. Raises `CheckpointError` or
         `ConfigError` if that is not possible; the old weights are then still in place."""
+        ...
+
+    def release_memory(self, *, weights: bool, kv: bool) -> None:
+        """Frees the device memory of the weights (not those of a draft model), or of the KV pages and states, after all
+        launched steps; no step may follow before `resume_memory`. Raises `ConfigError` if it cannot."""
+        ...
+
+    def resume_memory(self, *, weights: bool, kv: bool) -> None:
+        """Allocates what was released: reads the weights again from the checkpoint, and empty pages. Raises as
+        `load_weights`, with the weights still released."""
         ...
 
     def start_profile(self, folder: str) -> None:

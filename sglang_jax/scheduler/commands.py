@@ -104,6 +104,36 @@ class UpdateWeights(Command[int], tag="update_weights", frozen=True):
         return int(reply.message)
 
 
+class MemoryTag(StrEnum):
+    """A part of the device's memory that an engine can give back."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+ALL_MEMORY = frozenset(MemoryTag)
+
+
+class ReleaseMemory(Command[None], tag="release", frozen=True):
+    """Frees device memory; requests are refused until `ResumeMemory`. The prefix cache is emptied with its memory.
+    Raises `RequestError` while requests run or wait, and if the engine cannot do it."""
+
+    tags: frozenset[MemoryTag] = ALL_MEMORY
+
+    def read(self, reply: Reply) -> None:
+        return None
+
+
+class ResumeMemory(Command[None], tag="resume", frozen=True):
+    """Allocates released memory again: the last weights, and an empty KV cache. Parts that are not released are
+    ignored. Raises `ParameterError` if the weights cannot be read."""
+
+    tags: frozenset[MemoryTag] = ALL_MEMORY
+
+    def read(self, reply: Reply) -> None:
+        return None
+
+
 class GetState(Command[Figures], tag="state", frozen=True):
     """Returns the figures of each replica's scheduler and runner, for `/server_info`."""
 
@@ -239,6 +269,8 @@ COMMANDS: dict[type[Command[Any]], Rule[Any]] = dict(
                 lambda _: "replicas that had no error have the new weights: fix the error and update again",
             ),
         ),
+        _entry(ReleaseMemory, AllOrNone(_nothing, lambda _: "the others have resumed all", undo=ResumeMemory())),
+        _entry(ResumeMemory, Each(_nothing)),
         _entry(GetState, Each(_states, absent=_absent_state, seconds=STATE_SECONDS)),
         _entry(GetCacheReport, Each(_numbered)),
         _entry(StartProfile, AllOrNone(_lists, lambda _: "no replica is recording", undo=StopProfile())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import msgspec
@@ -161,6 +162,12 @@ class SchedulerLoop:
                 return Reply(call, True)
             case commands.UpdateWeights():
                 return Reply(call, True, str(self._update_weights(command)))
+            case commands.ReleaseMemory(tags):
+                self._change_memory(scheduler.release_memory, tags)
+                return Reply(call, True)
+            case commands.ResumeMemory(tags):
+                self._change_memory(scheduler.resume_memory, tags)
+                return Reply(call, True)
             case commands.GetState():
                 return Reply(call, True, state=self._state())
             case commands.GetCacheReport():
@@ -172,6 +179,15 @@ class SchedulerLoop:
                 return Reply(call, True, self._profiling.stop())
         raise RequestError(f"the engine has no case for {type(command).__name__}")
 
+    def _change_memory(
+        self, change: Callable[[frozenset[commands.MemoryTag]], None], tags: frozenset[commands.MemoryTag]
+    ) -> None:
+        try:
+            with self._pulse.building():
+                change(tags)
+        except (CheckpointError, ConfigError) as error:
+            raise ParameterError(str(error), param="tags") from error
+
     def _update_weights(self, command: commands.UpdateWeights) -> int:
         """Returns the number of requests that wait. Raises `ParameterError`."""
         scheduler = self.scheduler
@@ -179,7 +195,7 @@ class SchedulerLoop:
         scheduler.pause(PauseMode.ABORT if command.abort_all else PauseMode.IN_PLACE)
         try:
             with self._pulse.building():
-                self._runner.load_weights(command.model_path)
+                scheduler.load_weights(command.model_path)
             if command.flush_cache:
                 scheduler.forget_kv()
         except (CheckpointError, ConfigError) as error:
@@ -206,6 +222,7 @@ class SchedulerLoop:
         state: dict[str, StateValue] = {
             **{name: value for name, value in figures.items() if name not in ("groups", "experts")},
             "paused": self.scheduler.paused,
+            "released_memory": ", ".join(sorted(self.scheduler.released)),
             "token_usage": stats.token_usage,
             "cache_hit_rate": stats.cache_hit_rate,
             "backend": report.backend,

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from sglang_jax.config import EngineConfig, SpeculativeAlgorithm
-from sglang_jax.errors import RequestError
+from sglang_jax.errors import MemoryReleasedError, RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
 from sglang_jax.mem_cache.kv_cache import KVCache
@@ -22,7 +22,7 @@ from sglang_jax.scheduler.admission import Admission, Decisions
 from sglang_jax.scheduler.background import Background
 from sglang_jax.scheduler.cache_report import CacheReport, report_cache
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
-from sglang_jax.scheduler.commands import PauseMode
+from sglang_jax.scheduler.commands import MemoryTag, PauseMode
 from sglang_jax.scheduler.constraints import Constraints
 from sglang_jax.scheduler.drafting import AdaptiveDrafts, Drafting, FixedDrafts
 from sglang_jax.scheduler.finisher import Finisher
@@ -119,6 +119,7 @@ class Scheduler:
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
         self.paused = False
+        self.released: frozenset[MemoryTag] = frozenset()
         self._pages_checked_at = 0
         self._in_flight: LaunchedStep | None = None
 
@@ -174,6 +175,7 @@ class Scheduler:
 
     def add(self, message: NewRequest) -> None:
         try:
+            self._check_memory()
             self.constraints.check(message.sampling)
             request = self._accept(message)
         except RequestError as error:
@@ -186,6 +188,12 @@ class Scheduler:
             self._enqueue(request)
         if request.published_prompt_logprob == 0:
             self._publisher.first_prompt_token(request)
+
+    def _check_memory(self) -> None:
+        if self.released:
+            raise MemoryReleasedError(
+                f"the engine has released its memory ({', '.join(sorted(self.released))}); try again once it is resumed"
+            )
 
     def _accept(self, message: NewRequest) -> Request:
         if message.session is None:
@@ -269,6 +277,30 @@ class Scheduler:
 
     def resume(self) -> None:
         self.paused = False
+
+    def release_memory(self, tags: frozenset[MemoryTag]) -> None:
+        """Frees device memory, and the prefix cache with the KV cache. Raises `RequestError` while any request runs or
+        waits; `ConfigError` if the runner cannot."""
+        if self.requests:
+            raise RequestError(
+                f"{len(self.requests)} requests run or wait; memory can be released when there are none",
+                code="engine_busy",
+            )
+        new = tags - self.released
+        self.flush_cache()
+        self._runner.release_memory(weights=MemoryTag.WEIGHTS in new, kv=MemoryTag.KV_CACHE in new)
+        self.released |= new
+
+    def resume_memory(self, tags: frozenset[MemoryTag]) -> None:
+        """Raises `CheckpointError` or `ConfigError` if the weights cannot be read again."""
+        back = tags & self.released
+        self._runner.resume_memory(weights=MemoryTag.WEIGHTS in back, kv=MemoryTag.KV_CACHE in back)
+        self.released -= back
+
+    def load_weights(self, model_path: str) -> None:
+        """Replaces the weights, also released ones. Raises as `Runner.load_weights`."""
+        self._runner.load_weights(model_path)
+        self.released -= {MemoryTag.WEIGHTS}
 
     def step(self) -> None:
         """Launches the next step, unless paused; finishes the previous one, samples the next one if it has masks, and

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sglang_jax.errors import ParameterError, RequestError, cut
 from sglang_jax.scheduler import commands
-from sglang_jax.scheduler.commands import PauseMode
+from sglang_jax.scheduler.commands import MemoryTag, PauseMode
 from sglang_jax.scheduler.messages import Command, Result
 from sglang_jax.server.callers import require_admin
 from sglang_jax.server.context import ServerContext
@@ -75,6 +75,16 @@ class ContinueBody(Body):
     torch_empty_cache: bool | None = None
 
 
+class MemoryBody(Body):
+    """`POST /release_memory_occupation` and `/resume_memory_occupation`. `tags`: the parts; None: all."""
+
+    tags: list[Annotated[MemoryTag, Field(strict=False)]] | None = Field(None, min_length=1, max_length=8)
+
+    @property
+    def asked(self) -> frozenset[MemoryTag]:
+        return commands.ALL_MEMORY if self.tags is None else frozenset(self.tags)
+
+
 class UpdateWeightsBody(Body):
     """`POST /update_weights_from_disk`. `model_path`: like `--model-path`. `torch_empty_cache`, `token_step`: ignored,
     because they cannot change an output."""
@@ -126,6 +136,20 @@ def control_router(context: ServerContext) -> APIRouter:
         """Ends a pause."""
         await context.client.call(commands.ContinueGeneration())
         return {"message": "Generation continued successfully.", "status": "ok"}
+
+    @router.post("/release_memory_occupation", dependencies=OPERATORS_ONLY)
+    async def release_memory_occupation(body: MemoryBody | None = None) -> dict[str, object]:
+        """Frees the device memory of weights and KV cache on all replicas. Requests get 503 until it is resumed."""
+        command = commands.ReleaseMemory((body or MemoryBody()).asked)
+        await asyncio.shield(context.client.call(command))
+        return {"success": True}
+
+    @router.post("/resume_memory_occupation", dependencies=OPERATORS_ONLY)
+    async def resume_memory_occupation(body: MemoryBody | None = None) -> dict[str, object]:
+        """Allocates released memory again, and reads the weights again."""
+        command = commands.ResumeMemory((body or MemoryBody()).asked)
+        await asyncio.shield(context.client.call(command))
+        return {"success": True}
 
     @router.post("/update_weights_from_disk", dependencies=OPERATORS_ONLY)
     async def update_weights_from_disk(body: UpdateWeightsBody) -> dict[str, object]:
@@ -217,6 +241,10 @@ def _weights_body(command: commands.UpdateWeights) -> dict[str, object]:
     }
 
 
+def _memory_body(command: commands.ReleaseMemory | commands.ResumeMemory) -> dict[str, object]:
+    return {"tags": sorted(tag.value for tag in command.tags)}
+
+
 def _folders(answer: Any, address: str) -> list[str]:
     return [", ".join(f"{address}: {folder}" for folder in answer["folders"])]
 
@@ -248,6 +276,14 @@ REMOTE_CALLS: dict[type[Command[Any]], RemoteCall[Any, Any]] = dict(
                 _weights_body,
                 seconds=WEIGHTS_SECONDS,
             ),
+        ),
+        _entry(
+            commands.ReleaseMemory,
+            RemoteCall("/release_memory_occupation", lambda *_: None, _memory_body, seconds=WEIGHTS_SECONDS),
+        ),
+        _entry(
+            commands.ResumeMemory,
+            RemoteCall("/resume_memory_occupation", lambda *_: None, _memory_body, seconds=WEIGHTS_SECONDS),
         ),
         _entry(commands.GetState, RemoteCall("/server_info", _states, method="GET")),
         _entry(commands.GetCacheReport, RemoteCall("/cache_report", _reports, method="GET")),

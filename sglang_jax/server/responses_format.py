@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ class InputTokensDetails(msgspec.Struct):
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """`reasoning_tokens`: those of the reasoning's text."""
+    """`reasoning_tokens`: estimated by the reasoning's share of the output's characters."""
 
     reasoning_tokens: int
 
@@ -145,7 +146,7 @@ class ResponseWriter:
     _blocks: Blocks = field(default_factory=Blocks)
     _sequence: int = 0
     _reply: Any = None
-    _reasoning_tokens: int = 0
+    _characters: Counter[BlockKind] = field(default_factory=Counter)
     _logprobs: list[ChatLogprob] = field(default_factory=list)
     _new_logprobs: list[ChatLogprob] = field(default_factory=list)
     _cut: bool = False
@@ -216,9 +217,13 @@ class ResponseWriter:
             tokens.prompt_tokens,
             InputTokensDetails(tokens.cached_tokens),
             tokens.completion_tokens,
-            OutputTokensDetails(min(self._reasoning_tokens, tokens.completion_tokens)),
+            OutputTokensDetails(self._reasoning_tokens(tokens.completion_tokens)),
             tokens.prompt_tokens + tokens.completion_tokens,
         )
+
+    def _reasoning_tokens(self, completion_tokens: int) -> int:
+        share = self._characters[BlockKind.REASONING] / max(self._characters.total(), 1)
+        return round(completion_tokens * share)
 
     def _note(self, step: Step) -> None:
         """Keeps what a step adds to the response's output."""
@@ -308,12 +313,12 @@ class ResponseWriter:
 
     def _ended(self, block: Block) -> dict[str, Any]:
         """Returns the fields of an item that its end sets."""
+        self._characters[block.kind] += len(block.text)
         ended: dict[str, Any] = {"status": "incomplete" if self._cut else "completed"}
         if block.kind is BlockKind.CALL:
             return ended | {"arguments": block.text}
         if block.kind is BlockKind.TEXT:
             return ended | {"content": [self._part(block, block.text)]}
-        self._reasoning_tokens += len(self.tokenizer.encode(block.text, add_special_tokens=False))
         if self.body.includes(ENCODED_REASONING):
             ended["encrypted_content"] = encoded(block.text)
         return ended | {("summary" if self.body.summarizes else "content"): [self._part(block, block.text)]}

@@ -182,7 +182,7 @@ def test_the_model_may_have_several_names(
     monkeypatch: pytest.MonkeyPatch, words: str, model: str, names: tuple[str, ...]
 ) -> None:
     served: list[ServerConfig] = []
-    monkeypatch.setattr("sglang_jax.server.serve.run", lambda config: served.append(config) or 0)
+    monkeypatch.setattr("sglang_jax.server.serve.run", lambda config, **_: served.append(config) or 0)
     assert run(serve, "serve", words.split()) == 0
     assert (served[0].model_path, served[0].model_names) == (model, names)
 

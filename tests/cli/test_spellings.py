@@ -298,7 +298,7 @@ def test_a_sampling_field_does_not_suggest_a_similar_flag(capsys: pytest.Capture
 def test_errors_name_flags_if_flags_were_given(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, message: str, told: str
 ) -> None:
-    def refuse(config: ServerConfig, **services: object) -> int:
+    def refuse(config: ServerConfig, **_: object) -> int:
         raise ConfigError(message)
 
     monkeypatch.setattr("sglang_jax.server.serve.run", refuse)

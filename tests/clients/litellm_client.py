@@ -12,6 +12,7 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "description": "
 OPENAI: dict[str, Any] = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": KEY, "num_retries": 0}
 VLLM: dict[str, Any] = {**OPENAI, "model": f"hosted_vllm/{MODEL}"}
 ANTHROPIC: dict[str, Any] = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": KEY, "num_retries": 0}
+OLLAMA: dict[str, Any] = {"model": f"ollama_chat/{MODEL}", "api_base": URL, "api_key": KEY, "num_retries": 0}
 
 
 def talk(provider: dict[str, Any]) -> None:
@@ -90,6 +91,11 @@ def responses() -> None:
     answer = litellm.responses(input=CAPITAL, max_output_tokens=24, **OPENAI)
     [message] = [item for item in answer.output if item.type == "message"]
     assert message.content[0].text
+
+
+@check
+def ollama() -> None:
+    talk(OLLAMA)
 
 
 main()

@@ -115,11 +115,20 @@ def call(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def served(key: str, log: Path) -> Iterator[str]:
-    """A server, whose log goes to a file. Yields its URL."""
+def served(key: str, folder: Path) -> Iterator[str]:
+    """A server, with its log and its clients' files in the folder. Yields its URL."""
+    log, files = folder / "server.log", folder / "files"
+    shutil.rmtree(files, ignore_errors=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SGLANG_JAX_API_KEY": key}
     with log.open("w") as output:
-        server = subprocess.Popen(SERVER, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=output, text=True)
+        server = subprocess.Popen(
+            [*SERVER, "--files-dir", str(files)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+        )
     try:
         assert server.stdout is not None
         for line in server.stdout:
@@ -193,7 +202,7 @@ def main() -> None:
     folder, key = options.environments.resolve(), secrets.token_hex(16)
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0
-    with served(key, folder / "server.log") as url:
+    with served(key, folder) as url:
         for client in table.clients:
             if options.names and client.name not in options.names:
                 continue

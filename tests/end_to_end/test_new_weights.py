@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import jax
 import pytest
+import torch
 from helpers.echo_server import EchoServer, serve_echo
 from helpers.tiny_models import make_tiny_checkpoint
 
@@ -48,6 +51,50 @@ def serve(folder: Path, backend: str, **options: Any) -> Any:
         skip_warmup=True,
         **options,
     )
+
+
+def memory(server: EchoServer, what: str, *tags: str) -> httpx2.Response:
+    return server.http.post(f"/{what}_memory_occupation", json={"tags": list(tags)} if tags else {})
+
+
+def bytes_held(server: EchoServer) -> tuple[int, int]:
+    (state,) = server.http.get("/server_info").json()["internal_states"]
+    return state["weight_bytes"], state["kv_bytes"]
+
+
+def test_released_memory_is_freed_and_made_again(folders: dict[str, Path], backend: str) -> None:
+    """By tags, in any order; requests are refused meanwhile. New weights may come before the KV cache."""
+    with serve(folders["first"], backend) as server:
+        old, logprobs, _ = answer(server)
+        held, before = bytes_held(server), live_bytes(backend)
+        assert memory(server, "release", "kv_cache").status_code == 200
+        assert bytes_held(server)[1] == 0
+        assert memory(server, "release").status_code == 200
+        assert live_bytes(backend) <= before - held[1] - (held[0] if backend == "jax" else 0)
+        refused = server.http.post("/generate", json=PROMPT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "memory_released")
+        assert server.http.get("/health").status_code == 200
+        assert memory(server, "resume", "weights").status_code == 200
+        assert server.http.post("/generate", json=PROMPT).status_code == 503
+        assert memory(server, "resume", "kv_cache").status_code == 200
+        assert (bytes_held(server), live_bytes(backend)) == (held, before)
+        assert answer(server) == (old, pytest.approx(logprobs), 0)
+        assert memory(server, "release").status_code == 200
+        assert update(server, folders["second"]).status_code == 200
+        assert memory(server, "resume").status_code == 200
+        assert answer(server)[0] != old
+        assert memory(server, "release", "weights").status_code == 200
+        assert memory(server, "resume").status_code == 200
+        assert answer(server)[2] == 0
+
+
+def live_bytes(backend: str) -> int:
+    """Bytes of all JAX arrays, or of Torch's storages except packed matrices, in this process."""
+    gc.collect()
+    if backend == "jax":
+        return sum(array.nbytes for array in jax.live_arrays())
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and not one.is_mkldnn]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
 def answer(server: EchoServer) -> tuple[list[int], list[float], int]:

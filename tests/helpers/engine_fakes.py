@@ -32,6 +32,8 @@ from sglang_jax.scheduler.commands import (
     GetState,
     OpenSession,
     PauseGeneration,
+    ReleaseMemory,
+    ResumeMemory,
     StartProfile,
     StopProfile,
     UpdateWeights,
@@ -212,6 +214,8 @@ class EchoCore:
                 | StartProfile()
                 | StopProfile()
                 | PauseGeneration()
+                | ReleaseMemory()
+                | ResumeMemory()
                 | ContinueGeneration()
             ):
                 self._channel.send(Reply(message.call, True))

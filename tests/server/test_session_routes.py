@@ -184,6 +184,14 @@ def test_weights_are_updated_on_all_replicas(keys: Path) -> None:
             wanted = ORACLE.output([*b"a long prompt"], 3, 5, {FAKE_EOS}, namespace)
             for _ in range(4):
                 assert post(server, "/generate", body).json()["output_ids"] == wanted
+        assert post(server, "/release_memory_occupation", {}, "eve's").json() == {"success": True}
+        for _ in range(4):
+            assert refused(post(server, "/generate", body), 503, "kv_cache, weights")["code"] == "memory_released"
+        assert post(server, "/resume_memory_occupation", {"tags": ["weights", "kv_cache"]}, "eve's").status_code == 200
+        for _ in range(4):
+            assert post(server, "/generate", body).json()["output_ids"] == wanted
+        unknown = refused(post(server, "/release_memory_occupation", {"tags": ["x"]}, "eve's"), 400, "kv_cache")
+        assert unknown["param"] == "tags[0]"
 
 
 def test_a_pause_needs_a_known_mode(server: EchoServer) -> None:

@@ -231,6 +231,11 @@ def test_closing_and_other_weights_free_the_weights_at_once(folder: Path, monkey
         runner.load_weights(str(folder))
         assert model() is None
         assert models[-1]() is not None
+        runner.release_memory(weights=True, kv=True)
+        assert models[-1]() is None
+        assert (runner.report().weight_bytes, runner.report().kv_bytes) == (0, 0)
+        runner.resume_memory(weights=True, kv=True)
+        assert models[-1]() is not None
         runner.close()
         assert models[-1]() is None
     finally:
