@@ -94,6 +94,9 @@ class NoText:
     def flush(self) -> str:
         return ""
 
+    def token_id(self, text: str) -> int | None:
+        return None
+
     def token_text(self, token_id: int) -> str:
         return str(token_id)
 

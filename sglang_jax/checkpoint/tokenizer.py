@@ -131,6 +131,11 @@ class Tokenizer:
         """Ids of the tokens that `skip_special_tokens` leaves out, by spelling."""
         return self._special_tokens
 
+    def token_id(self, text: str) -> int | None:
+        """Id of the token with this spelling in the vocabulary, special or not; None without one."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
     @property
     def role_tokens(self) -> Mapping[str, str]:
         """Spellings of tokens with a role, by transformers' name of the role, such as `bos_token`."""

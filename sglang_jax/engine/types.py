@@ -289,6 +289,10 @@ class TextTokenizer(Protocol):
         """Ids of the tokens that `skip_special_tokens` leaves out, by their text."""
         ...
 
+    def token_id(self, text: str) -> int | None:
+        """The token that the vocabulary spells exactly so, special or not; None if there is none."""
+        ...
+
     @property
     def role_tokens(self) -> Mapping[str, str]:
         """The text of tokens that have a role, by transformers' names of the roles, such as `bos_token`."""

@@ -13,12 +13,14 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 
-from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
+from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer, TokenLogprob
 from sglang_jax.engine.validation import check_repeated
-from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.errors import ParameterError
+from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
 from sglang_jax.server.fields import check_turns, routing_key
+from sglang_jax.server.fill_in import FilledPrompt, GapTokens
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWriter
 from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
@@ -63,15 +65,23 @@ class CompletionFormat:
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
     tokens: TokenCount = field(default_factory=lambda: TokenCount(current_caller()))
+    _filled: list[FilledPrompt] | None = None
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
     _last_decoded: tuple[int, str] = (-1, "")
 
-    def inputs(self, defaults: GenerationDefaults, headers: Headers) -> list[GenerateInput]:
+    async def inputs(self, context: ServerContext, headers: Headers) -> list[GenerateInput]:
+        """Returns the prompts for the engine; with a suffix, as the model's family marks the gap."""
         body = self.body
         limit = COMPLETION_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        sampling = openai_sampling(body, limit, defaults)
+        sampling = openai_sampling(body, limit, context.generation_defaults)
         with_logprobs = body.logprobs is not None
         check_turns([body.session] * len(self.prompts))
+        prompts: Sequence[str | Sequence[int]] = self.prompts
+        if body.suffix:
+            gap = GapTokens.of(self.tokenizer)
+            sampling = gap.stopping(sampling, context.client.model_info)
+            self._filled = await self._fill(gap, body.suffix, context, sampling)
+            prompts = self._filled
         return [
             GenerateInput(
                 prompt=prompt,
@@ -86,8 +96,29 @@ class CompletionFormat:
                 routing_key=routing_key(body.routing_key, headers),
                 session=body.session,
             )
-            for prompt, engine_id in zip(self.prompts, prompt_ids(self.request_id, len(self.prompts)), strict=True)
+            for prompt, engine_id in zip(prompts, prompt_ids(self.request_id, len(prompts)), strict=True)
         ]
+
+    async def _fill(
+        self, gap: GapTokens, suffix: str, context: ServerContext, sampling: SamplingParams
+    ) -> list[FilledPrompt]:
+        texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
+        if len(texts) < len(self.prompts):
+            raise ParameterError(
+                "suffix needs prompts that are texts, got token ids; send texts, or mark the gap in the ids",
+                param="suffix",
+            )
+        if self.body.session is not None:
+            raise ParameterError(
+                "suffix cannot be used in a session, whose turns continue a text; remove suffix or session_params",
+                param="suffix",
+            )
+        most = context.client.model_info.context_length
+
+        async def encode(text: str, field: str) -> list[int]:
+            return await context.encode(text, self.request_id, add_special_tokens=False, max_tokens=most, param=field)
+
+        return await gap.prompts(texts, suffix, encode, most if sampling.max_new_tokens == 0 else most - 1)
 
     def choice(self, number: int, delta: OutputDelta) -> CompletionChoice | None:
         """Returns the choice for a delta of prompt `number`, the first with an echoed prompt; None if it is empty."""
@@ -101,7 +132,7 @@ class CompletionFormat:
                 echoed = self._prompt_text(number)
                 text = echoed + text
                 if logprobs is not None:
-                    writer.write(delta.prompt_logprobs or [], logprobs)
+                    writer.write(self._shown(number, delta.prompt_logprobs or ()), logprobs)
                 writer.end_prompt(echoed)
         finish = delta.finish
         if not text and not delta.logprobs and finish is None:
@@ -123,6 +154,10 @@ class CompletionFormat:
         head, tail = around(self.answer([], usage_of(self.tokens)), "choices")
         choices = (self.choice(number, output) for number, group in enumerate(outputs) for output in group)
         return json_list_response(head, choices, tail)
+
+    def _shown(self, number: int, logprobs: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+        """Returns the logprobs of the echoed tokens."""
+        return logprobs if self._filled is None else logprobs[self._filled[number].before]
 
     def _writer(self) -> CompletionLogprobWriter:
         return CompletionLogprobWriter(self.tokenizer, self._skip_special_tokens, from_prompt=bool(self.body.echo))
@@ -160,18 +195,20 @@ def completions_router(context: ServerContext) -> APIRouter:
             echoed = [(prompt, body.n or 1) for prompt in prompts]
             await asyncio.to_thread(check_repeated, echoed, context.client.tokenizer, "echo")
         form = CompletionFormat(body, prompts, context.client.tokenizer, context.config.model_name, request_id)
-        inputs = form.inputs(context.generation_defaults, request.headers)
         if body.stream:
-            return await open_event_stream(request, _events(context, form, inputs))
-        work = context.collect(request_id, inputs, form.whole, FIELD_NAMES)
-        return await until_disconnect(request.receive, work)
+            return await open_event_stream(request, _events(context, form, request.headers))
+        return await until_disconnect(request.receive, _whole(context, form, request.headers))
 
     return router
 
 
-async def _events(
-    context: ServerContext, form: CompletionFormat, inputs: list[GenerateInput]
-) -> AsyncGenerator[bytes, None]:
+async def _whole(context: ServerContext, form: CompletionFormat, headers: Headers) -> Response:
+    inputs = await form.inputs(context, headers)
+    return await context.collect(form.request_id, inputs, form.whole, FIELD_NAMES)
+
+
+async def _events(context: ServerContext, form: CompletionFormat, headers: Headers) -> AsyncGenerator[bytes, None]:
+    inputs = await form.inputs(context, headers)
     async with context.generate(form.request_id, inputs, FIELD_NAMES) as deltas:
         async for number, delta in deltas:
             form.tokens.add(number, delta)

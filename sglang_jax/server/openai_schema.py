@@ -76,6 +76,7 @@ class CompletionBody(OpenAIBody):
     false_counts: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})
 
     prompt: Prompt
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -85,13 +86,14 @@ class CompletionBody(OpenAIBody):
         return name == "add_special_tokens" and value is True
 
     def prompts(self) -> list[str | list[int]]:
+        """Returns the prompts; texts may be empty before a suffix. Raises `ParameterError`."""
         prompts: list[str | list[int]] = []
         match self.prompt:
             case str() | [int(), *_]:
                 prompts = [self.prompt]  # type: ignore[list-item]  # a list that starts with an int holds no other type
             case list():
                 prompts = [*self.prompt]
-        if not prompts or not all(prompts):
+        if not prompts or not all(prompt or (self.suffix and prompt == "") for prompt in prompts):
             raise ParameterError("prompt is empty or holds an empty one; each needs at least one token", param="prompt")
         return prompts
 

@@ -112,6 +112,9 @@ class ByteTokenizer:
     ) -> ByteDecoder:
         return ByteDecoder(skip_special_tokens, markers)
 
+    def token_id(self, text: str) -> int | None:
+        return self.special_tokens.get(text)
+
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
 
