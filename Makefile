@@ -45,7 +45,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs proxy-test package-test proofs serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help docs client-test proxy-test package-test proofs serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -95,6 +95,9 @@ tpu-check: $(TEST_READY) ## compile kernels and whole models, including large on
 
 ray-test: $(RAY_READY) ## install Ray, and test batches on a cluster whose nodes are killed, and the Ray Serve example
 	$(VENV)/ray/bin/python -m pytest tests/on_ray $(ARGS)
+
+client-test: $(TEST_READY) ## install published clients, such as OpenAI's, and drive a server with each; some: ARGS="litellm dspy"
+	$(BIN)/python tests/clients/run.py --environments $(VENV)/clients $(ARGS)
 
 proxy-test: $(TEST_READY) ## test the recipes of deploy/proxy with the installed nginx (and Caddy), and attack a server through nginx
 	$(BIN)/python -m pytest tests/server/test_proxies.py $(ARGS)

@@ -94,8 +94,14 @@ INSTALLED = ("pyproject.toml", "requirements", "Dockerfile", "tests/package_tria
 
 PROOFS = (
     target("ray-test", *HOST, *RAY_TESTS, "pyproject.toml"),
+    target("client-test", *HOST, "tests/clients", "pyproject.toml"),
     target("package-test", *PRODUCT, "tpu", *INSTALLED),
     target("docs", "docs", "README.md", "CHANGELOG.md", "mkdocs.yml", "pyproject.toml", *HOST),
+    Proof(
+        "batch-kills",
+        (sys.executable, "-m", "pytest", "-m", "soak", "--timeout", "0", "tests/batch/test_served_kills.py"),
+        ("sglang_jax/batch", "sglang_jax/server", "tests/batch/test_served_kills.py", "tests/helpers/batch_command.py"),
+    ),
     target("soak-server", *PRODUCT, *SOAK_SERVER),
     target("proxy-test", *HOST, "deploy/proxy", "benchmarks/proxies.py", "benchmarks/abuse.py"),
     target("kernel-table", *TRITON, "tests/helpers/triton_table.json"),
@@ -111,6 +117,7 @@ PROOFS = (
     smoke("replicas", "routing sleep", HOST),
     smoke("stream_host", "--seconds 1", HOST),
     smoke("abuse", "--malformed 200", HOST),
+    smoke("agent_conversation", "--turns 12"),
     smoke("constrained", "--rows 1 8 --turns 1"),
     smoke("busy_cpu", "--turns 1"),
     smoke("decode_cpu", "--batch 1 8"),

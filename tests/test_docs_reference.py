@@ -40,6 +40,7 @@ from sglang_jax.server.fields import IGNORED_FIELDS, MAX_STOP_STRINGS, NEUTRAL_V
 from sglang_jax.server.file_store import FileStore
 from sglang_jax.server.management import DetokenizeBody, TokenizeBody
 from sglang_jax.server.native_schema import GenerateBody
+from sglang_jax.server.ollama_schema import OllamaChatBody, OllamaOptions, OllamaPromptBody
 from sglang_jax.server.openai_schema import ChatBody, CompletionBody, StreamOptions
 from sglang_jax.server.responses_schema import ResponsesBody
 from sglang_jax.server.sampling import NativeSampling, SamplingFields
@@ -171,6 +172,7 @@ def test_every_route_is_described(app: FastAPI) -> None:
         ("## `POST /v1/chat/completions`", ChatBody),
         ("## `POST /v1/responses`", ResponsesBody),
         ("## `POST /v1/messages`", MessagesBody),
+        ("## `POST /api/chat`", OllamaChatBody),
         ("## `POST /v1/completions`", CompletionBody),
         ("## `POST /generate`", GenerateBody),
     ],
@@ -194,6 +196,8 @@ def test_shared_fields_are_described(body: type[Body]) -> None:
     ("heading", "body"),
     [
         ("## `POST /generate`", NativeSampling),
+        ("## `POST /api/chat`", OllamaOptions),
+        ("## `POST /api/chat`", OllamaPromptBody),
         ("## Control", AbortBody),
         ("## Tokenizer", TokenizeBody),
         ("## Tokenizer", DetokenizeBody),

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import EngineClient
-from sglang_jax.server import control, management
+from sglang_jax.server import control, management, ollama_models
 from sglang_jax.server.anthropic_messages import messages_router
 from sglang_jax.server.auth import ApiKeyMiddleware, HeadAsGet, WithoutTrailingSlash
 from sglang_jax.server.callers import Callers
@@ -22,6 +22,7 @@ from sglang_jax.server.files import UPLOAD_PATH, files_router
 from sglang_jax.server.loads import loads_router
 from sglang_jax.server.metrics import ServerMetrics, metrics_router
 from sglang_jax.server.native import native_router, sessions_router
+from sglang_jax.server.ollama_replies import ollama_router
 from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
 from sglang_jax.server.openapi import DescribedApp
@@ -85,6 +86,8 @@ def create_routes(context: ServerContext, service: Service | None = None) -> Fas
         chat_router(context, conversations),
         responses_router(context, conversations),
         messages_router(context, conversations),
+        ollama_router(context, conversations),
+        ollama_models.models_router(context, conversations),
         sessions_router(context),
         management.models_router(context),
         management.health_router(context),

@@ -49,6 +49,14 @@ class AnthropicError(TypedDict):
     error: ErrorDetail
 
 
+class OllamaError(TypedDict):
+    """Ollama's error. `param` and `code` are this server's additions."""
+
+    error: str
+    param: str | None
+    code: str
+
+
 def _message(error: RequestError) -> str:
     message = error.message
     return message if len(message) <= MAX_MESSAGE_CHARACTERS else message[:MAX_MESSAGE_CHARACTERS] + "..."
@@ -79,9 +87,17 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
     }
 
 
+def ollama_error(error: RequestError) -> dict[str, Any]:
+    """Returns `{"error": "message"}`; `param` and `code` are this server's additions."""
+    return {"error": _message(error), "param": error.param, "code": error.code}
+
+
 OPENAI = ErrorShape(openai_error, Error)
 
-SHAPES = {"/v1/messages": ErrorShape(anthropic_error, AnthropicError)}
+SHAPES = {
+    "/v1/messages": ErrorShape(anthropic_error, AnthropicError),
+    "/api": ErrorShape(ollama_error, OllamaError),
+}
 """Shapes of errors by the first part of a path. An API without an entry has OpenAI's."""
 
 

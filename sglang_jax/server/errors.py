@@ -41,7 +41,11 @@ MAX_COMPARED_CHARACTERS = 100
 INSTEAD = {
     "/v1/files": "start the server with --files-dir, or run `sglang-jax batch` on a file",
     "/v1/batches": "start the server with --files-dir, or run `sglang-jax batch` on a file",
-    "/api": "this server has OpenAI's routes: use /v1 in the base URL, as in POST /v1/chat/completions",
+    **dict.fromkeys(
+        [f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete", "blobs")],
+        "this server serves the model that it was started with, and clients cannot change it",
+    ),
+    **dict.fromkeys(["/api/embed", "/api/embeddings"], "this server only generates text"),
     "/chat/completions": "add /v1 to the base URL: POST /v1/chat/completions",
     "/completions": "add /v1 to the base URL: POST /v1/completions",
     "/models": "add /v1 to the base URL: GET /v1/models",

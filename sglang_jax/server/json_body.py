@@ -122,7 +122,7 @@ class JsonRequest(Request):
 
     @property
     def announces_json(self) -> bool:
-        """Whether FastAPI reads the body as JSON."""
+        """Whether the body's type is JSON."""
         kind, _, subtype = self.headers.get("content-type", "").partition(";")[0].strip().lower().partition("/")
         return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
@@ -151,7 +151,7 @@ class JsonRoute(APIRoute):
     def _read(self, request: JsonRequest, body: bytes) -> Any:
         """Returns the validated value of a long body. Raises `BodyTooComplexError`, `RequestValidationError`."""
         check_shape(body, request.app.state.max_json_depth)
-        if self.body_field is None or not request.announces_json:
+        if self.body_field is None or not self._is_json(request):
             return _UNREAD
         try:
             value = parse(body)
@@ -161,6 +161,11 @@ class JsonRoute(APIRoute):
         if errors:
             raise RequestValidationError(errors)
         return checked
+
+    def _is_json(self, request: JsonRequest) -> bool:
+        """Whether FastAPI reads the body as JSON: on some routes, also if its type is not announced."""
+        is_lenient = self.strict_content_type is False
+        return request.announces_json or (is_lenient and not request.headers.get("content-type"))
 
 
 def long_work(request: Request) -> LongWork:

@@ -19,7 +19,7 @@ from sglang_jax.server.auth import KEY_HEADER, OPEN_PATHS, ROUTES_PATH
 from sglang_jax.server.callers import require_admin
 from sglang_jax.server.error_shapes import OPENAI, SHAPES, shape_of
 
-JSON, EVENTS = "application/json", "text/event-stream"
+JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream", "application/x-ndjson"
 BEARER, HEADER = "bearer", "header"
 
 KEYS = {
@@ -108,18 +108,18 @@ class TokenizerInfo(TypedDict):
     model_max_length: int
 
 
-_ANSWERS: dict[Callable[..., Any], tuple[Any, Any]] = {}
-"""Types of routes' answers by their functions: complete, and as an event of a stream."""
+_ANSWERS: dict[Callable[..., Any], tuple[Any, Any, str]] = {}
+"""Types of routes' answers by their functions: complete, and as an event of a stream; the stream's media type."""
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
-def answers(whole: Any, event: Any = None) -> Callable[[Endpoint], Endpoint]:
+def answers(whole: Any, event: Any = None, media_type: str = EVENTS) -> Callable[[Endpoint], Endpoint]:
     """Declares the types of a route's answers, below the route's decorator. `event`: one event of its stream, if it
-    streams."""
+    streams, which has this media type."""
 
     def declare(endpoint: Endpoint) -> Endpoint:
-        _ANSWERS[endpoint] = (whole, event)
+        _ANSWERS[endpoint] = (whole, event, media_type)
         return endpoint
 
     return declare
@@ -131,7 +131,7 @@ class DescribedApp(FastAPI):
     def __init__(self, *, asks_for_a_key: bool, **options: Any) -> None:
         super().__init__(version=version(), **options)
         self._asks_for_a_key = asks_for_a_key
-        self._answers: dict[str, tuple[Any, Any]] = {}
+        self._answers: dict[str, tuple[Any, Any, str]] = {}
 
     def add_routers(self, routers: Sequence[APIRouter]) -> None:
         """Adds routes, and a page that lists them."""
@@ -155,8 +155,10 @@ class DescribedApp(FastAPI):
         return self.openapi_schema
 
 
-def _describe(described: dict[str, Any], answers_by_path: dict[str, tuple[Any, Any]], asks_for_a_key: bool) -> None:
-    kinds = [kind for pair in answers_by_path.values() for kind in pair if kind is not None]
+def _describe(
+    described: dict[str, Any], answers_by_path: dict[str, tuple[Any, Any, str]], asks_for_a_key: bool
+) -> None:
+    kinds = [kind for whole, event, _ in answers_by_path.values() for kind in (whole, event) if kind is not None]
     errors = [OPENAI.described, *(shape.described for shape in SHAPES.values())]
     described_all, components = msgspec.json.schema_components(
         [*errors, *kinds], ref_template="#/components/schemas/{name}"
@@ -173,10 +175,10 @@ def _describe(described: dict[str, Any], answers_by_path: dict[str, tuple[Any, A
             responses = operation["responses"]
             responses.pop("422", None)
             if path in answers_by_path:
-                whole, streamed = answers_by_path[path]
+                whole, streamed, media_type = answers_by_path[path]
                 content = {JSON: {"schema": schema_of[repr(whole)]}}
                 if streamed is not None:
-                    content[EVENTS] = {"schema": schema_of[repr(streamed)]}
+                    content[media_type] = {"schema": schema_of[repr(streamed)]}
                 responses["200"]["content"] = content
             error = schema_of[repr(shape_of(path).described)]
             for status, meaning in _refusals(operation, path not in OPEN_PATHS):

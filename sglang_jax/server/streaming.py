@@ -66,6 +66,11 @@ def named_event(name: str, payload: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode(payload))
 
 
+def json_line(payload: object) -> bytes:
+    """Returns a line of a stream of JSON values."""
+    return _encoder.encode(payload) + b"\n"
+
+
 class LongResponse(Response):
     """JSON of megabytes, passed to the connection in slices as its client reads: the whole would be copied twice on its
     way, and each copy would wait in memory. `HeldAnswers` limits the waiting bytes of all."""

@@ -268,7 +268,6 @@ def test_unknown_routes_and_methods_are_refused(server: EchoServer) -> None:
 @pytest.mark.parametrize(
     ("path", "use"),
     [
-        ("/api/chat", "POST /v1/chat/completions"),
         ("/chat/completions", "POST /v1/chat/completions"),
         ("/completions", "POST /v1/completions"),
         ("/v1/files", "sglang-jax batch"),

@@ -225,6 +225,8 @@ class TestRoles:
             ("POST", "/v1/chat/completions"),
             ("POST", "/v1/messages"),
             ("POST", "/v1/messages/count_tokens"),
+            *(("POST", f"/api/{name}") for name in ("chat", "generate", "show")),
+            *(("GET", f"/api/{name}") for name in ("tags", "ps", "version")),
             ("POST", "/v1/responses"),
             ("GET", "/v1/responses/{response_id}"),
             ("DELETE", "/v1/responses/{response_id}"),

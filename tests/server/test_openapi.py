@@ -19,11 +19,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "abc", "logprobs": 2}),
     ("/generate", {"text": "abc", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}),
     ("/generate", {"text": ["abc", "de"]}),
+    ("/api/chat", {"model": "default", "messages": MESSAGES, "stream": False, "logprobs": True, "top_logprobs": 2}),
+    ("/api/generate", {"model": "default", "prompt": "abc", "stream": False}),
+    ("/api/show", {"model": "default"}),
     ("/tokenize", {"prompt": "abc"}),
     ("/tokenize", {"prompt": ["abc", "de"]}),
     ("/detokenize", {"tokens": [97, 98]}),
     ("/detokenize", {"tokens": [[97], [98]]}),
 ]
+INFORMATION = ["/v1/models", "/v1/models/echo-model", "/tokenizer_info", "/api/tags", "/api/ps", "/api/version"]
 TYPES: dict[str, Any] = {
     "string": str,
     "integer": int,
@@ -99,7 +103,7 @@ def test_events_are_as_described(server: EchoServer, described: dict[str, Any], 
         assert faults(described, schema, told) == []
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/echo-model", "/tokenizer_info"])
+@pytest.mark.parametrize("path", INFORMATION)
 def test_information_routes_answer_as_described(server: EchoServer, described: dict[str, Any], path: str) -> None:
     schema = schema_of(described, path.replace("echo-model", "{model}"), "get", "200")
     assert faults(described, schema, server.http.get(path).json()) == []
