@@ -4,8 +4,7 @@ An agent calls a tool in each turn and resends everything; its system prompt has
 budget that grows, and an unmarked block in each call, as coding agents send them. Texts are made up, of the lengths of
 a recorded conversation, since answers of a small model would end it.
 
-    .venv/bin/sglang-jax serve --model-path demo --backend torch --port 31999 &
-    .venv/bin/python benchmarks/agent_conversation.py --url http://127.0.0.1:31999
+    python benchmarks/agent_conversation.py --turns 30
 
 What could be found at each call: the prompt of the call before it, without what changes. For the stored conversation
 of `/v1/responses`, its reply too.
@@ -14,10 +13,17 @@ of `/v1/responses`, its reply too.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
+import tempfile
 import urllib.request
+from pathlib import Path
 from typing import Any
+
+from faults import Server
+
+LEAST_SHARE = 0.95
 
 TOOLS = [
     {"name": name, "description": f"{name} something in the workspace " * 6, "input_schema": {"type": "object"}}
@@ -83,11 +89,27 @@ def responses_share(url: str, turns: int, chance: random.Random) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--url", help="a running server; default: one of the embedded model on Torch")
     parser.add_argument("--turns", type=int, default=30)
     options = parser.parse_args()
+    if options.url is not None:
+        report_shares(options.url, options.turns)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(["--model-path", "demo", "--backend", "torch"], Path(folder) / "log")
+        try:
+            asyncio.run(server.ready())
+            report_shares(server.url, options.turns)
+        finally:
+            server.end()
+
+
+def report_shares(url: str, turns: int) -> None:
     for name, share in (("/v1/messages", messages_share), ("/v1/responses", responses_share)):
-        print(f"{name}: {share(options.url, options.turns, random.Random(1)):.1%} of what could be found was cached")
+        found = share(url, turns, random.Random(1))
+        print(f"{name}: {found:.1%} of what could be found was cached")
+        if found < LEAST_SHARE:
+            raise SystemExit(f"{name}: less than {LEAST_SHARE:.0%}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from sglang_jax.architectures.model_config import group_of_layers, num_slots
 from sglang_jax.architectures.tensor_names import ParameterKind
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.config import EngineConfig
-from sglang_jax.runner.assembly import Assembly, describe, open_models, settle
+from sglang_jax.errors import ConfigError
+from sglang_jax.runner.assembly import Assembly, Models, check_room, describe, open_models, open_replacement, settle
 from sglang_jax.runner.kv_scales import kv_scale_factor
 from sglang_jax.runner.sizing import Sizes
 from torch_backend.batch import ForwardBatch
@@ -27,6 +28,7 @@ from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
 from torch_backend.models import Transformer
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import TorchRunner
+from torch_backend.step import Model
 from torch_backend.streams import CpuThread, CudaStream, Stream
 from torch_backend.weights import load_kv_parameters
 
@@ -91,9 +93,11 @@ def _load_on(
         drafting = PagedTransformer(draft.model, own)
     most = min(config.cuda_graph_max_bs or _MAX_CAPTURED_ROWS, spec.max_rows)
     capture = _capture(stream, config, device, kernels)
+    reload = partial(_reload, config, models, backend)
     return TorchRunner(
         PagedTransformer(main.model, kv),
         spec,
+        reload=reload,
         device=device,
         stream=stream,
         sampler=kernels.sampler,
@@ -114,6 +118,34 @@ def _load_on(
         states=[pool for layer in kv for pool in layer.states],
         counted={number: own.expert_tokens for number, own in enumerate(kv) if own.expert_tokens is not None},
     )
+
+
+def _reload(config: EngineConfig, models: Models, backend: TorchBackend, served: Model, model_path: str) -> Model:
+    """Returns the model with other weights, over the pages of `served`; runs on the stream. On a GPU the new weights
+    are copied into the old tensors, whose addresses captured steps contain. Raises as `Runner.load_weights`."""
+    assert isinstance(served, PagedTransformer)
+    if backend.kv_form.keys != backend.dtype:
+        raise ConfigError("weights cannot be replaced with an 8-bit KV cache on the torch backend; restart the server")
+    replacement = open_replacement(config, models, model_path)
+    refuse_orbax(replacement.main)
+    unloaded = backend.build(replacement)
+    check_room(backend, unloaded, model_path)
+    unloaded.load()
+    if backend.device.type == "cpu":
+        return PagedTransformer(unloaded.model, served.kv)
+    targets, values = _tensors(served.transformer), _tensors(unloaded.model)
+    ours, theirs = ([(each.shape, each.dtype) for each in tensors] for tensors in (targets, values))
+    if ours != theirs:
+        raise ConfigError(f"{model_path} stores its weights in another way than the model served: see quantization")
+    with torch.inference_mode():
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+    return served
+
+
+def _tensors(model: Transformer | TracedTransformer) -> list[torch.Tensor]:
+    assert isinstance(model, Transformer)
+    return [*model.parameters(), *model.buffers()]
 
 
 def _allocate_main(

@@ -31,7 +31,7 @@ from sglang_jax.runner.plan import (
     check_plan,
     one_each,
 )
-from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.protocol import RunnerReport, cannot_reload
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
@@ -140,8 +140,9 @@ class TorchRunner:
     The runner owns `model` and its KV pages; `stream` and `sampler` default to the CPU's; `graph_buckets`,
     `mixed_buckets`: row counts of the decode steps, and sizes of the steps with prompts, to capture with `capture`
     (None: every step is eager); `draft`: the draft model with its KV pages, whose pools are those of the spec with
-    `draft`; `states`: the model's state pools, whose slots after those of the spec's pool hold the states after drafts;
-    `counted`: by layer number, int64 `[experts]`, in which the model counts the tokens routed to each expert.
+    `draft`; `reload`: returns the model with other weights, see `load_weights`; `states`: the model's state pools,
+    whose slots after those of the spec's pool hold the states after drafts; `counted`: by layer number, int64
+    `[experts]`, in which the model counts the tokens routed to each expert.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class TorchRunner:
         capture: Capture | None = None,
         graph_buckets: tuple[int, ...] = (),
         mixed_buckets: tuple[Bucket, ...] = (),
+        reload: Callable[[Model, str], Model] | None = None,
         weight_bytes: int = 0,
         kv_bytes: int = 0,
         details: Mapping[str, str] | None = None,
@@ -164,7 +166,9 @@ class TorchRunner:
     ) -> None:
         self._spec = spec
         self._table = TableLayout.of(spec)
-        self._model: Model = model if draft is None else WithDraft(model, draft, self._table.draft)
+        self._reload = reload
+        self._main, self._draft = model, draft
+        self._model = self._with_draft(model)
         self._device = device
         self._stream = stream or CpuThread()
         self._sampler = sampler or NativeSampler()
@@ -273,6 +277,18 @@ class TorchRunner:
         self._waiting = TorchStep(flat, self._spec.max_samples, None, second)
         return self._waiting
 
+    def _with_draft(self, model: Model) -> Model:
+        return model if self._draft is None else WithDraft(model, self._draft, self._table.draft)
+
+    def load_weights(self, model_path: str) -> None:
+        """See `Runner`. All of it runs on the stream, after the steps in flight."""
+        reload = self._reload
+        if reload is None:
+            cannot_reload(model_path)
+        self._main = self._stream.submit(lambda: reload(self._main, model_path)).wait()
+        self._model = self._with_draft(self._main)
+        self._details["weights_path"] = model_path
+
     def start_profile(self, folder: str) -> None:
         if "://" in folder:
             raise ParameterError(f"profiles of the torch backend are written to a local folder, got {folder}")
@@ -311,6 +327,7 @@ class TorchRunner:
         """Waits for steps in flight, and releases the model and its captured steps."""
         self._stream.close()
         self._model, self._graphs, self._warm_graphs, self._drafter = _Closed(), None, 0, None
+        self._main, self._draft = _Closed(), None
 
     def _run(self, flat: FlatPlan, needs: Needs, wanted: DraftRequest | None) -> DeviceOutputs:
         return self._sample_part(flat, self._forward_part(flat, needs, wanted), needs, None)

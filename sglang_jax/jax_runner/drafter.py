@@ -18,8 +18,12 @@ class Drafter:
 
     def __init__(self, programs: Programs, weights: Weights, max_rows: int) -> None:
         self._programs = programs
-        self._weights = weights
+        self.use(weights)
         self._lag = DraftLag(max_rows)
+
+    def use(self, weights: Weights) -> None:
+        """Takes other weights of the model, from the next step on."""
+        self._weights = weights
 
     def propose(self, state: DeviceState, flat: FlatPlan) -> DeviceState:
         """The state with the drafts of `flat`, whose page-table deltas are applied."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import EngineConfig, KVCacheDtype, Warmup
+from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.building import JaxBackend, UnloadedModel
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, convert_kv_scales
-from sglang_jax.jax_runner.model_programs import programs_of, split_model
+from sglang_jax.jax_runner.model_programs import parameters, programs_of, split_model
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.runner import JaxRunner
+from sglang_jax.jax_runner.step import Weights
 from sglang_jax.models import Transformer, allocate
 from sglang_jax.models.parameters import matrices_in_8_bits
-from sglang_jax.runner.assembly import Assembly, describe, open_models, settle
+from sglang_jax.runner.assembly import Assembly, Models, check_room, describe, open_models, open_replacement, settle
 from sglang_jax.runner.kv_scales import kv_scale_factor
 from sglang_jax.runner.plan import RunnerSpec
 
@@ -57,8 +60,27 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         "compilation_cache": config.cache_address(),
         **describe(config, models, matrices_in_8_bits(main.model)),
     }
+    reload = partial(_reload, config, models, backend, main)
     counted = tuple(number for number, experts in enumerate(cache.counted) if experts)
-    return JaxRunner(programs, weights, kv, spec, details, mesh, counted)
+    return JaxRunner(programs, weights, kv, spec, details, mesh, counted, reload)
+
+
+def _reload(
+    config: EngineConfig, models: Models, backend: JaxBackend, served: UnloadedModel, model_path: str
+) -> Weights:
+    """Loads weights that may replace those of `served`, in the same order. Raises as `Runner.load_weights`."""
+    replacement = open_replacement(config, models, model_path)
+    kv_factor = kv_scale_factor(replacement.main, config.kv_cache_dtype)
+    unloaded = backend.build(replacement)
+    check_room(backend, unloaded, model_path)
+    ours, theirs = (
+        [(parameter.shape, parameter.dtype) for parameter in parameters(each.build())] for each in (served, unloaded)
+    )
+    if ours != theirs:
+        raise ConfigError(f"{model_path} stores its weights in another way than the model served: see quantization")
+    unloaded.load(backend.mesh)
+    _fit_kv_scales(config, unloaded.model, kv_factor, unloaded.parallel, backend.mesh, backend.dtype)
+    return split_model(unloaded.model)[1]
 
 
 def _begin_building(programs: Programs, config: EngineConfig, spec: RunnerSpec) -> None:

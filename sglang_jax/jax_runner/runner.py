@@ -34,7 +34,7 @@ from sglang_jax.runner.plan import (
     mask_words,
     one_each,
 )
-from sglang_jax.runner.protocol import RunnerReport
+from sglang_jax.runner.protocol import RunnerReport, cannot_reload
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 
@@ -98,7 +98,8 @@ class JaxRunner:
     A launch packs the plan into one array, calls the compiled program of the smallest bucket that the plan fits, and
     returns. The device runs launches in order, since each takes the state that the previous one returned. The runner
     takes over `weights` and `kv`: it writes `kv` in place, and `close` frees both. `mesh`: of these, None for JAX's
-    default device; `counted`: indices of layers that count the tokens of their experts.
+    default device; `counted`: indices of layers that count the tokens of their experts; `reload`: loads other weights
+    of the model, see `load_weights`.
     """
 
     def __init__(
@@ -110,9 +111,11 @@ class JaxRunner:
         details: Mapping[str, str],
         mesh: Mesh | None = None,
         counted: tuple[int, ...] = (),
+        reload: Callable[[str], Weights] = cannot_reload,
     ) -> None:
         self._spec = spec
         self._details = dict(details)
+        self._reload = reload
         placement = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._state = DeviceState(kv, *empty_rows(spec, placement, drafted=programs.draft is not None))
         self._weights = weights
@@ -213,6 +216,18 @@ class JaxRunner:
         if programs.settles_states and flat.draft_numbers.any():
             packed = pack_settled(flat, self._spec.max_rows, programs.dump_row, programs.table.first_draft_slot)
             self._state = programs.settle(self._state, packed)
+
+    def load_weights(self, model_path: str) -> None:
+        """See `Runner`. The programs stay: they take the weights as arguments."""
+        main = self._reload(model_path)
+        jax.block_until_ready((self._state, main))
+        replaced, draft = self._weights[: len(main)], self._weights[len(main) :]
+        self._weights = [*main, *draft]
+        if self._drafter is not None:
+            self._drafter.use(self._weights)
+        for array in replaced:
+            array.delete()
+        self._details["weights_path"] = model_path
 
     def start_profile(self, folder: str) -> None:
         """See `Runner`. `folder`: any that JAX can write to, also `gs://`."""

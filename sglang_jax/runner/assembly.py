@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Generic, Protocol, TypeVar
 
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.checkpoint.opening import Checkpoint
+from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import EngineConfig
+from sglang_jax.errors import ConfigError
 from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.plan import RunnerSpec
@@ -62,6 +63,32 @@ def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
     refuse_with_latents(config, checkpoint.config)
     refuse_without_experts(config, checkpoint.config)
     return Models(checkpoint, open_draft(config, checkpoint), quantization_of(config, checkpoint))
+
+
+def open_replacement(config: EngineConfig, models: Models, model_path: str) -> Models:
+    """Opens a checkpoint whose weights may replace those of `models`, without the draft model. Raises `ConfigError`
+    unless its config describes the same model; `CheckpointError` if it cannot be read."""
+    found = open_checkpoint(model_path, config.load_format, seed=config.random_seed, model_impl=config.model_impl)
+    served = models.main
+    if found.transformers_config is not None or served.transformers_config is not None:
+        raise ConfigError("weights cannot be replaced with --model-impl transformers; restart the server")
+    ours, theirs = (replace(each.config, eos_token_ids=(), bos_token_id=None) for each in (served, found))
+    different = [each.name for each in fields(ours) if getattr(ours, each.name) != getattr(theirs, each.name)]
+    if different:
+        raise ConfigError(
+            f"{model_path} is another model than the one served: its config differs in {', '.join(different)}"
+        )
+    return Models(found, None, quantization_of(config, found))
+
+
+def check_room(backend: Backend[Model], model: Model, model_path: str) -> None:
+    """Raises `ConfigError` if the devices have no room for the weights of one more model."""
+    needed, free = backend.weights_of(model), backend.available()
+    if needed > free:
+        raise ConfigError(
+            f"{model_path} needs {needed / 2**20:.0f} MiB on each device until it has replaced the weights, and "
+            f"{free / 2**20:.0f} MiB are free; start the server with a lower --mem-fraction-static"
+        )
 
 
 class Backend(Protocol[Model]):

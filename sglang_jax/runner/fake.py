@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.errors import CheckpointError
 from sglang_jax.runner import fake_model
 from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import (
@@ -97,6 +98,7 @@ class FakeRunner:
         self._next_step = 0
         self._handle: FakeHandle | None = None
         self._profile: tuple[Path, int] | None = None
+        self.weights = ""
         self.plans: list[StepPlan] = []
         self.keep_plans = False
 
@@ -127,11 +129,21 @@ class FakeRunner:
     def close(self) -> None:
         """Does nothing: it holds no resources."""
 
+    def load_weights(self, model_path: str) -> None:
+        """See `Runner`. All KV of later steps depends on the path. Paths with `missing` do not exist."""
+        if "missing" in model_path:
+            raise CheckpointError(f"{model_path} does not exist")
+        self.weights = model_path
+
+    def _begin_of(self, row: int) -> str | None:
+        namespace = self.namespace_of(row)
+        return self.weights + (namespace or "") if self.weights else namespace
+
     def launch(self, plan: StepPlan) -> FakeHandle:
         self._check(plan)
         if self.keep_plans:
             self.plans.append(plan)
-        begin = [fake_model.begin(self.namespace_of(row)) for row in plan.rows.tolist()]
+        begin = [fake_model.begin(self._begin_of(row)) for row in plan.rows.tolist()]
         if self.spoil_next:
             begin = [fake_model.NOT_FINITE] * len(begin)
             self.spoil_next = False

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from sglang_jax.errors import ConfigError
 from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
@@ -122,6 +123,10 @@ class GroupRunner:
         step = self._runner.launch(plan)
         self._followers.send(plan)
         return GroupStep(step, self._followers)
+
+    def load_weights(self, model_path: str) -> None:
+        """Refuses: a process that fails to read its part would have other weights than the rest."""
+        raise ConfigError("weights cannot be replaced in an engine of several processes; restart the server")
 
     def start_profile(self, folder: str) -> None:
         self._runner.start_profile(folder)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+from sglang_jax.errors import ConfigError
 from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.pulse import Building
+
+
+def cannot_reload(model_path: str) -> NoReturn:
+    """For `Runner.load_weights` of a runner that was not created from a checkpoint."""
+    raise ConfigError(f"the weights of this engine do not come from a checkpoint; got {model_path}")
 
 
 class StepHandle(Protocol):
@@ -60,6 +66,12 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step without waiting for it; with masked sequences, everything except the sampling."""
+        ...
+
+    def load_weights(self, model_path: str) -> None:
+        """Replaces the model's weights by those of another checkpoint of the same architecture, after all launched
+        steps; both are in memory meanwhile. KV stays as it is, and so does a draft model. Raises `CheckpointError` or
+        `ConfigError` if that is not possible; the old weights are then still in place."""
         ...
 
     def start_profile(self, folder: str) -> None:

@@ -90,6 +90,20 @@ class ContinueGeneration(Command[None], tag="continue", frozen=True):
         return None
 
 
+class UpdateWeights(Command[int], tag="update_weights", frozen=True):
+    """Replaces the weights by those of another checkpoint of the same architecture. Requests wait meanwhile, or are
+    aborted first (`abort_all`). With `flush_cache`, the prefix cache is emptied and running requests are retracted, so
+    that no KV of the old weights is used. Returns the number of requests that wait. Raises `ParameterError` if the
+    checkpoint does not fit; the old weights then stay."""
+
+    model_path: str
+    abort_all: bool = False
+    flush_cache: bool = True
+
+    def read(self, reply: Reply) -> int:
+        return int(reply.message)
+
+
 class GetState(Command[Figures], tag="state", frozen=True):
     """Returns the figures of each replica's scheduler and runner, for `/server_info`."""
 
@@ -218,6 +232,13 @@ COMMANDS: dict[type[Command[Any]], Rule[Any]] = dict(
         _entry(FlushCache, Each(lambda done: all(done.values()), while_busy=False, empties_cache=True)),
         _entry(PauseGeneration, Each(_nothing)),
         _entry(ContinueGeneration, Each(_nothing)),
+        _entry(
+            UpdateWeights,
+            AllOrNone(
+                lambda waiting: sum(waiting.values()),
+                lambda _: "replicas that had no error have the new weights: fix the error and update again",
+            ),
+        ),
         _entry(GetState, Each(_states, absent=_absent_state, seconds=STATE_SECONDS)),
         _entry(GetCacheReport, Each(_numbered)),
         _entry(StartProfile, AllOrNone(_lists, lambda _: "no replica is recording", undo=StopProfile())),

@@ -10,11 +10,12 @@ from contextlib import nullcontext
 import msgspec
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.errors import RequestError
+from sglang_jax.errors import CheckpointError, ConfigError, ParameterError, RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.runner.protocol import Runner, RunnerReport
 from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler import commands
+from sglang_jax.scheduler.commands import PauseMode
 from sglang_jax.scheduler.expert_watch import ExpertWatch
 from sglang_jax.scheduler.messages import (
     AbortRequest,
@@ -158,6 +159,8 @@ class SchedulerLoop:
             case commands.ContinueGeneration():
                 scheduler.resume()
                 return Reply(call, True)
+            case commands.UpdateWeights():
+                return Reply(call, True, str(self._update_weights(command)))
             case commands.GetState():
                 return Reply(call, True, state=self._state())
             case commands.GetCacheReport():
@@ -168,6 +171,22 @@ class SchedulerLoop:
             case commands.StopProfile():
                 return Reply(call, True, self._profiling.stop())
         raise RequestError(f"the engine has no case for {type(command).__name__}")
+
+    def _update_weights(self, command: commands.UpdateWeights) -> int:
+        """Returns the number of requests that wait. Raises `ParameterError`."""
+        scheduler = self.scheduler
+        was_paused = scheduler.paused
+        scheduler.pause(PauseMode.ABORT if command.abort_all else PauseMode.IN_PLACE)
+        try:
+            with self._pulse.building():
+                self._runner.load_weights(command.model_path)
+            if command.flush_cache:
+                scheduler.forget_kv()
+        except (CheckpointError, ConfigError) as error:
+            raise ParameterError(str(error), param="model_path") from error
+        finally:
+            scheduler.paused = was_paused
+        return len(scheduler.requests)
 
     def _publish_stats(self) -> None:
         now = time.monotonic()

@@ -237,10 +237,13 @@ class Scheduler:
             return False
         self._finish_in_flight()
         self.rows.release(self.rows.num_leaving)
+        self._flush()
+        return True
+
+    def _flush(self) -> None:
         self.cache.flush()
         if self._recent is not None:
             self._recent.clear()
-        return True
 
     def pause(self, mode: PauseMode) -> None:
         """Makes no more steps until `resume`; new requests wait in the queue. What becomes of the others, see
@@ -257,6 +260,12 @@ class Scheduler:
         self.rows.release(self.rows.num_leaving)
         self.paused = True
         self._publisher.flush()
+
+    def forget_kv(self) -> None:
+        """Retracts running requests and empties the prefix cache, because KV became invalid. Sessions stay open."""
+        self.pause(PauseMode.RETRACT)
+        self._flush()
+        self.queue.look_again()
 
     def resume(self) -> None:
         self.paused = False

@@ -29,7 +29,9 @@ FIELD_NAMES = {
     "json_schema": "output_config.format.schema",
 }
 
-HINTS = frozenset({"cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id"})
+HINTS = frozenset(
+    {"cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"}
+)
 """Fields that do not change what a reply may be: where, how quickly and for whom it is computed, what a service caches,
 and what it may leave out of long conversations."""
 

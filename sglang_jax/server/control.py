@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
@@ -25,6 +25,11 @@ MAX_PROFILED_STEPS = 10_000
 
 PROFILE_SECONDS = 600.0
 """Seconds that another server may take to start or write a profile: one of many steps has hundreds of megabytes."""
+
+WEIGHTS_SECONDS = 3600.0
+"""Seconds that another server may take to load other weights."""
+
+MAX_PATH_CHARACTERS = 4096
 
 OPERATORS_ONLY = [Depends(require_admin)]
 
@@ -70,6 +75,17 @@ class ContinueBody(Body):
     torch_empty_cache: bool | None = None
 
 
+class UpdateWeightsBody(Body):
+    """`POST /update_weights_from_disk`. `model_path`: like `--model-path`. `torch_empty_cache`, `token_step`: ignored,
+    because they cannot change an output."""
+
+    model_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARACTERS)]
+    abort_all_requests: bool | None = None
+    flush_cache: bool | None = None
+    torch_empty_cache: bool | None = None
+    token_step: int | None = None
+
+
 def control_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
@@ -110,6 +126,17 @@ def control_router(context: ServerContext) -> APIRouter:
         """Ends a pause."""
         await context.client.call(commands.ContinueGeneration())
         return {"message": "Generation continued successfully.", "status": "ok"}
+
+    @router.post("/update_weights_from_disk", dependencies=OPERATORS_ONLY)
+    async def update_weights_from_disk(body: UpdateWeightsBody) -> dict[str, object]:
+        """Replaces the weights on all replicas by those of another checkpoint of the same architecture. Continues if
+        the client disconnects."""
+        command = commands.UpdateWeights(
+            body.model_path, body.abort_all_requests is True, body.flush_cache is not False
+        )
+        waiting = await asyncio.shield(context.client.call(command))
+        message = f"the weights are now those of {body.model_path}"
+        return {"success": True, "message": message, "num_paused_requests": waiting}
 
     @router.post("/start_profile", dependencies=OPERATORS_ONLY)
     async def start_profile(body: ProfileBody | None = None) -> dict[str, object]:
@@ -182,6 +209,14 @@ def _profile_body(command: commands.StartProfile) -> dict[str, object]:
     return {} if command.steps is None else {"num_steps": command.steps}
 
 
+def _weights_body(command: commands.UpdateWeights) -> dict[str, object]:
+    return {
+        "model_path": command.model_path,
+        "abort_all_requests": command.abort_all,
+        "flush_cache": command.flush_cache,
+    }
+
+
 def _folders(answer: Any, address: str) -> list[str]:
     return [", ".join(f"{address}: {folder}" for folder in answer["folders"])]
 
@@ -205,6 +240,15 @@ REMOTE_CALLS: dict[type[Command[Any]], RemoteCall[Any, Any]] = dict(
             RemoteCall("/pause_generation", lambda *_: None, lambda of: {"mode": of.mode.value}),
         ),
         _entry(commands.ContinueGeneration, RemoteCall("/continue_generation", lambda *_: None, lambda _: {})),
+        _entry(
+            commands.UpdateWeights,
+            RemoteCall(
+                "/update_weights_from_disk",
+                lambda answer, _: int(answer["num_paused_requests"]),
+                _weights_body,
+                seconds=WEIGHTS_SECONDS,
+            ),
+        ),
         _entry(commands.GetState, RemoteCall("/server_info", _states, method="GET")),
         _entry(commands.GetCacheReport, RemoteCall("/cache_report", _reports, method="GET")),
         _entry(commands.StartProfile, RemoteCall("/start_profile", _folders, _profile_body, seconds=PROFILE_SECONDS)),

@@ -33,12 +33,13 @@ HINTS = frozenset(
         "background_options",
         "client_metadata",
         "context_management",
+        "image",
         "max_tool_calls",
         "prompt_cache_options",
     }
 )
-"""Fields that do not change what one reply may be: they are about tools of OpenAI's service, what it caches, when it
-runs work in the background, and how it shortens long conversations."""
+"""Fields that do not change what one reply may be: they are about tools and images of OpenAI's service, what it caches,
+when it runs work in the background, and how it shortens long conversations."""
 
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Levels of effort that chat templates do not have."""
@@ -121,14 +122,15 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """`reasoning`. `summary`: reasoning is returned as its own summary, which is all of it."""
+    """`reasoning`. `summary`: reasoning is returned as its own summary, which is all of it. `context` is a hint: the
+    chat template decides which earlier reasoning the model sees."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
     def is_neutral(self, name: str, value: object) -> bool:
-        return (name, value) in (("context", "auto"), ("mode", "standard"))
+        return name == "context" or (name, value) == ("mode", "standard")
 
 
 class ResponsesStreamOptions(Body):

@@ -1,4 +1,4 @@
-"""The command line's `batch` over an echo engine, for tests that kill it.
+"""The command line's `batch` and `serve` over an echo engine, for tests that kill them.
 
 As a script it imports everything once, then runs each command (a line of JSON on its standard input) in a fork of
 itself, and answers with the fork's process id: a command starts at once, and may be killed at any moment.
@@ -28,6 +28,7 @@ from sglang_jax.engine.launch import TokenizerLoader, launch_core
 from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.replica import Backoff, Replica, launch_replicas
 from sglang_jax.scheduler.messages import NewRequest
+from sglang_jax.server import serve as serve_module
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -76,14 +77,19 @@ def run_with(
     in_process: bool = True,
     load_tokenizer: TokenizerLoader = load_tokenizer,
 ) -> int:
-    """Runs the command line in this process, with `batch` over these cores."""
-    original = run_module.run_batch
+    """Runs the command line in this process, with `batch` and `serve` over these cores."""
+
+    async def launch_for_server(config: ServerConfig) -> AsyncEngineClient:
+        return await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
+
+    originals = run_module.run_batch, serve_module.run
     launch = launcher(load, in_process=in_process, load_tokenizer=load_tokenizer)
     run_module.run_batch = functools.partial(run_batch, launch=launch)
+    serve_module.run = functools.partial(serve_module.run, launch=launch_for_server)
     try:
         return run(cli, "sglang-jax", arguments)
     finally:
-        run_module.run_batch = original
+        run_module.run_batch, serve_module.run = originals
 
 
 class CommandForks:

@@ -34,6 +34,7 @@ from sglang_jax.scheduler.commands import (
     PauseGeneration,
     StartProfile,
     StopProfile,
+    UpdateWeights,
 )
 from sglang_jax.scheduler.loop import SchedulerLoop
 from sglang_jax.scheduler.messages import (
@@ -214,6 +215,8 @@ class EchoCore:
                 | ContinueGeneration()
             ):
                 self._channel.send(Reply(message.call, True))
+            case UpdateWeights():
+                self._channel.send(Reply(message.call, True, str(len(self._requests))))
             case GetCacheReport():
                 self._channel.send(Reply(message.call, True, report=b"{}"))
             case GetState():

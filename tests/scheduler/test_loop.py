@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
-from helpers.scheduling import EOS, Bench, RecordingChannel
+from helpers.scheduling import EOS, VOCAB, Bench, RecordingChannel
 
 from sglang_jax.architectures import CacheKind
+from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import loop as loop_module
 from sglang_jax.scheduler.commands import (
@@ -24,6 +26,7 @@ from sglang_jax.scheduler.commands import (
     PauseMode,
     StartProfile,
     StopProfile,
+    UpdateWeights,
     inbound_types,
 )
 from sglang_jax.scheduler.loop import SECONDS_BETWEEN_COUNTS, STATS_SECONDS, SchedulerLoop
@@ -262,6 +265,7 @@ def test_every_kind_of_message_has_its_case() -> None:
         GetState: GetState(call=1),
         PauseGeneration: PauseGeneration(PauseMode.RETRACT),
         ContinueGeneration: ContinueGeneration(call=1),
+        UpdateWeights: UpdateWeights("missing"),
         GetCacheReport: GetCacheReport(call=1),
         StartProfile: StartProfile("/dev/null/none"),
         StopProfile: StopProfile(call=1),
@@ -280,6 +284,7 @@ def test_every_kind_of_message_has_its_case() -> None:
         GetCacheReport: lambda loop, channel: b"num_nodes" in channel.replies[0].report,
         GetState: lambda loop, channel: channel.replies[0].ok,
         PauseGeneration: lambda loop, channel: loop.scheduler.paused and loop.scheduler.num_waiting == 1,
+        UpdateWeights: lambda loop, channel: "missing does not exist" in channel.replies[0].error.message,
         ContinueGeneration: lambda loop, channel: channel.replies[0].ok and not loop.scheduler.paused,
         Shutdown: lambda loop, channel: loop._draining,
     }.items():
@@ -345,3 +350,44 @@ def test_an_error_of_the_runner_ends_the_loop() -> None:
     loop._runner.launch = launch
     with pytest.raises(Broken):
         loop.run()
+
+
+@pytest.mark.parametrize("abort", [True, False])
+@pytest.mark.parametrize("paused", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_new_weights_use_no_kv_of_old_ones(abort: bool, paused: bool, fails: bool) -> None:
+    """A cached prefix, and a running request's KV, belong to the weights that computed them."""
+    channel = ScriptedChannel(*[[]] * 8)
+    loop = make_loop(channel, pages=32)
+    channel.must_sleep = lambda: loop.scheduler.at_rest
+    runner = loop.scheduler._runner
+    oracle = Oracle(VOCAB)
+    wanted = {name: oracle.output([5, 6, 7] * 8, 1, 6, namespace=name or None) for name in ("", "new")}
+
+    def request(number: int, tokens: int = 6) -> NewRequest:
+        return msgspec.structs.replace(new(number, tokens), token_ids=PROMPT * 8)
+
+    channel.inbox = [request(1)]
+    while 1 not in channel.finished:
+        loop.turn()
+    channel.inbox = [request(2, 60), request(3)]
+    for _ in range(4):
+        loop.turn()
+    if paused:
+        channel.inbox = [PauseGeneration(PauseMode.IN_PLACE)]
+        loop.turn()
+    channel.inbox = [UpdateWeights("missing" if fails else "new", abort_all=abort, call=7)]
+    loop.turn()
+    (reply,) = [one for one in channel.replies if one.call == 7]
+    assert reply.ok != fails
+    assert runner.weights == ("" if fails else "new")
+    assert loop.scheduler.paused == paused
+    assert (2 in channel.finished and channel.finished[2].kind == "abort") == abort
+    assert fails or reply.message == str(0 if abort else 2)
+    channel.inbox = [ContinueGeneration(), request(4)]
+    while 4 not in channel.finished:
+        loop.turn()
+    assert channel.streams[1] == wanted[""]
+    assert channel.streams[4] == wanted["" if fails else "new"]
+    loop.run()
+    assert set(channel.finished) == {1, 2, 3, 4}

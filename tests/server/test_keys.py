@@ -33,6 +33,7 @@ OPERATORS_ROUTES = (
     ("GET", "/load"),
     ("POST", "/pause_generation"),
     ("POST", "/continue_generation"),
+    ("POST", "/update_weights_from_disk"),
     ("POST", "/drain_replica"),
     ("POST", "/start_profile"),
     ("POST", "/stop_profile"),

@@ -60,7 +60,8 @@ def test_version_and_load(slow_server: EchoServer) -> None:
     assert http.get("/version").json() == {"version": version()}
     assert http.get("/load").json() == {"server_load": 0}
     with http.stream("POST", "/generate", json={"text": "abc" * 100, "stream": True, "rid": "load"}) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept: its end would close the connection
+        next(lines)
         assert http.get("/load").json() == {"server_load": 1}
 
 

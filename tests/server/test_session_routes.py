@@ -164,6 +164,28 @@ def requests_in_flight(server: EchoServer) -> int:
     return load
 
 
+def test_weights_are_updated_on_all_replicas(keys: Path) -> None:
+    body = {"text": "a long prompt", "sampling_params": {"max_new_tokens": 5, "seed": 3}}
+
+    async def connect(config: ServerConfig) -> EngineClient:
+        return await connect_engines(config.model_copy(update={"api_key": "eve's"}), ByteTokenizer())
+
+    with (
+        serve_echo(launch=three, api_keys=keys, page_size=4, max_total_tokens=512) as behind,
+        serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}", api_keys=keys) as server,
+    ):
+        for path, status, namespace in (("missing", 400, None), ("new", 200, "new"), ("newer", 200, "newer")):
+            answer = post(server, "/update_weights_from_disk", {"model_path": path}, "eve's")
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                refused(answer, 400, "missing does not exist", "replicas that had no error")
+            else:
+                assert answer.json()["num_paused_requests"] == 0
+            wanted = ORACLE.output([*b"a long prompt"], 3, 5, {FAKE_EOS}, namespace)
+            for _ in range(4):
+                assert post(server, "/generate", body).json()["output_ids"] == wanted
+
+
 def test_a_pause_needs_a_known_mode(server: EchoServer) -> None:
     error = refused(post(server, "/pause_generation", {"mode": "sleep"}, "eve's"), 400, "abort", "retract", "in_place")
     assert error["param"] == "mode"

@@ -210,7 +210,7 @@ def test_an_orbax_checkpoint_needs_the_other_backend(folder: Path, tmp_path: Pat
         create_runner(options(folder), checkpoint)
 
 
-def test_closing_frees_the_weights_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_and_other_weights_free_the_weights_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[weakref.ref[Transformer]] = []
     build = building.build_model
 
@@ -228,7 +228,10 @@ def test_closing_frees_the_weights_at_once(folder: Path, monkeypatch: pytest.Mon
     gc.collect()
     gc.disable()
     try:
-        runner.close()
+        runner.load_weights(str(folder))
         assert model() is None
+        assert models[-1]() is not None
+        runner.close()
+        assert models[-1]() is None
     finally:
         gc.enable()
