@@ -49,12 +49,35 @@ class _CachedTokens(msgspec.Struct):
     cached_tokens: int = 0
 
 
-class _Usage(msgspec.Struct):
-    """`prompt_tokens_details`: None for callers who are not told what was cached."""
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token counts of an answer."""
 
-    prompt_tokens: int
-    completion_tokens: int
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class _Usage(msgspec.Struct):
+    """Token counts by the names of the routes. Details are None for callers who are not told what was cached.
+    `cache_read_input_tokens`: only of messages, whose `input_tokens` do not include them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
     prompt_tokens_details: _CachedTokens | None = None
+    input_tokens_details: _CachedTokens | None = None
+    cache_read_input_tokens: int | None = None
+
+    def counted(self) -> Tokens:
+        details = self.prompt_tokens_details or self.input_tokens_details or _CachedTokens()
+        apart = self.cache_read_input_tokens or 0
+        return Tokens(
+            self.prompt_tokens + self.input_tokens + apart,
+            details.cached_tokens + apart,
+            self.completion_tokens + self.output_tokens,
+        )
 
 
 class _MetaInfo(msgspec.Struct):
@@ -82,15 +105,6 @@ _native = msgspec.json.Decoder(list[_NativeBody])
 _error = msgspec.json.Decoder(_ErrorBody)
 _written = msgspec.json.Decoder(_OutputLine)
 _encoder = msgspec.json.Encoder()
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Token counts of an answer."""
-
-    prompt: int = 0
-    cached: int = 0
-    output: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +215,7 @@ def _read_usage(body: bytes) -> tuple[str, Tokens]:
     completion's is used; its prompt tokens count once per completion."""
     if body.startswith(b'{"id"'):
         answer = _openai.decode(body)
-        usage = answer.usage
-        cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
-        return answer.id, Tokens(usage.prompt_tokens, cached, usage.completion_tokens)
+        return answer.id, answer.usage.counted()
     outputs = [one.meta_info for one in _native.decode(body if body.startswith(b"[") else b"[%b]" % body)]
     return outputs[0].id, Tokens(
         sum(one.prompt_tokens for one in outputs),

@@ -16,8 +16,16 @@ from sglang_jax.scheduler.request_builder import arrival_seed
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 GENERATE = "/generate"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 
-PROMPT_FIELDS = {COMPLETIONS: ("prompt",), CHAT: ("messages",), GENERATE: ("text", "input_ids")}
+PROMPT_FIELDS = {
+    COMPLETIONS: ("prompt",),
+    CHAT: ("messages",),
+    RESPONSES: ("instructions", "input"),
+    MESSAGES: ("system", "messages"),
+    GENERATE: ("text", "input_ids"),
+}
 """The routes that a line may name, and their prompt fields."""
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -85,8 +93,11 @@ def parse_line(
             url, body = _batch_request(fields, custom_id)
         else:
             url, body = _plain_request(fields)
-        if _asks_for_stream(body):
-            raise _LineError("unsupported_parameter", "stream must not be true: batches write complete responses")
+        for field in ("stream", "background"):
+            if field in body and bytes(body[field]) == b"true":
+                raise _LineError("unsupported_parameter", f"{field} must not be true: batches write complete responses")
+        if url == RESPONSES:
+            body.setdefault("store", Raw(b"false"))  # the answer is in the output file
         key = _key(url, body)
         for field, value in defaults.items():
             body.setdefault(field, value)
@@ -161,10 +172,6 @@ def _plain_request(fields: Fields) -> tuple[str, Fields]:
                 "malformed_request", f"{name} is only for lines with a body; {given[0]} determines the route"
             )
     return _PLAIN_FIELDS[given[0]], {name: value for name, value in fields.items() if name != "custom_id"}
-
-
-def _asks_for_stream(body: Fields) -> bool:
-    return "stream" in body and bytes(body["stream"]) == b"true"
 
 
 def _key(url: str, body: Fields) -> bytes:

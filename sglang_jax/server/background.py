@@ -123,9 +123,10 @@ class BackgroundRuns:
         if run.done:
             del self._runs[run_id]
 
-    def runs(self, run_id: str) -> bool:
-        """Whether a reply has not ended."""
-        return run_id in self._runs and not self._runs[run_id].done
+    def running(self, run_id: str) -> BackgroundWriter | None:
+        """Returns the writer of a reply that has not ended; else None."""
+        run = self._runs.get(run_id)
+        return None if run is None or run.done else run.writer
 
     def has_events(self, run_id: str) -> bool:
         return run_id in self._runs and self._runs[run_id].events is not None

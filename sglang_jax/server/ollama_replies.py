@@ -136,7 +136,7 @@ class OllamaWriter:
     started: float
     _pieces: ReplyPieces = field(init=False)
     _first_at: float | None = None
-    _call: tuple[str, str] | None = None
+    _call: tuple[str, list[str]] | None = None
     _num_calls: int = 0
 
     def __post_init__(self) -> None:
@@ -177,10 +177,10 @@ class OllamaWriter:
                     thinking += text
                 case CallBegin(name=name):
                     self._end_call(calls)
-                    self._call = (name, "")
+                    self._call = (name, [])
                 case CallArguments(text=text):
                     assert self._call is not None, "arguments follow the beginning of their call"
-                    self._call = (self._call[0], self._call[1] + text)
+                    self._call[1].append(text)
         if delta.finish is not None:
             self._end_call(calls)
         return OllamaMessage(content=content, thinking=thinking or UNSET, tool_calls=calls or UNSET)
@@ -188,9 +188,9 @@ class OllamaWriter:
     def _end_call(self, calls: list[OllamaCall]) -> None:
         if self._call is None:
             return
-        name, text = self._call
+        name, parts = self._call
         self._call = None
-        arguments = json_value(text)
+        arguments = json_value("".join(parts))
         if isinstance(arguments, dict):
             function = OllamaFunction(index=self._num_calls, name=name, arguments=arguments)
             calls.append(OllamaCall(id=self.planned.plan.call_id(), function=function))

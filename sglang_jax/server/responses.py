@@ -218,9 +218,12 @@ class Responses:
         return json_response(writer.response)
 
     async def current(self, response_id: str, owner: str) -> msgspec.Raw:
-        """Returns a response as it was last stored: one that runs has no output yet. Raises
-        `ResponseNotFoundError`."""
-        return msgspec.Raw((await self.store.find(response_id, owner)).response)
+        """Returns a response as it is now, or as it was stored. Raises `ResponseNotFoundError`."""
+        stored = await self.store.find(response_id, owner)
+        writer = self.runs.running(response_id)
+        return msgspec.Raw(
+            msgspec.json.encode(writer.response) if isinstance(writer, ResponseWriter) else stored.response
+        )
 
     async def stream(self, request: Request, response_id: str, owner: str, after: int) -> Response:
         """Returns the events of a response that runs or ran in the background, from number `after` + 1 on. Raises

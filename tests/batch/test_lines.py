@@ -46,6 +46,8 @@ def test_openai_batch_format() -> None:
         ("/v1/completions", {"prompt": [1, 2]}),
         ("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 2}}),
         ("/generate", {"input_ids": [1, 2]}),
+        ("/v1/responses", {"input": "hi", "store": True}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "model": "m", "max_tokens": 2}),
     ],
 )
 def test_other_routes_that_generate(url: str, body: object) -> None:

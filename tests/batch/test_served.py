@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
 from openai import APIStatusError, OpenAI
@@ -68,6 +69,30 @@ def ended(api: OpenAI, batch: Batch) -> Batch:
 
 def lines_of(api: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     return [] if file_id is None else [json.loads(one) for one in api.files.content(file_id).text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/messages", {"model": "default", "max_tokens": 90, "messages": [{"role": "user", "content": "Hello"}]}),
+    ],
+)
+def test_conversations_of_other_apis(keyed: EchoServer, endpoint: str, body: dict[str, Any]) -> None:
+    api = client(keyed)
+    request = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
+    refused = ended(api, start(api, [{**request, "body": {**body, "background": True}}], endpoint)).errors
+    assert refused is not None
+    assert "background must not be true" in str((refused.data or [])[0].message)
+    batch = ended(api, start(api, [request], endpoint))
+    (answer,) = lines_of(api, batch.output_file_id)
+    found = answer["response"]["body"]
+    assert found["usage"]["output_tokens"] == len("user: Hello\n") + 1  # and the end
+    assert batch.usage is not None
+    assert batch.usage.input_tokens == len("user: Hello\n")
+    if endpoint == "/v1/responses":  # the output file has it
+        with pytest.raises(openai.NotFoundError):
+            api.responses.retrieve(found["id"])
 
 
 def test_the_example_of_openai(keyed: EchoServer, tmp_path: Path) -> None:

@@ -185,6 +185,9 @@ def test_a_response_in_the_background(slow_server: EchoServer) -> None:
         assert client.responses.retrieve(begun.id).status == "completed"
         # A cancelled one ends at once, in the engine too.
         long = client.responses.create(model="default", input="x" * 3000, background=True)
+        while not client.responses.retrieve(long.id).output:
+            pass
+        assert client.responses.retrieve(long.id).status == "in_progress"
         assert client.responses.cancel(long.id).status == "cancelled"
         assert client.responses.retrieve(long.id).status == "cancelled"
         assert slow_server.context.in_flight == {}
