@@ -49,11 +49,12 @@ class ServerConfig(EngineConfig):
     )
     response_store: Path | None = Field(
         None,
-        description="SQLite file of stored responses (/v1/responses), which then outlive the server; default: memory",
+        description="SQLite file of stored responses (/v1/responses), which then outlive the server; one server at a "
+        "time can use it; default: memory",
     )
     max_stored_responses: PositiveInt = Field(
         10_000,
-        description="maximum stored responses; then the key with the most bytes loses those not used for longest",
+        description="maximum stored responses; then the key with the most loses those not used for longest",
     )
     max_response_store_bytes: PositiveInt = Field(
         256 * 2**20, description="maximum bytes of all stored responses with their input"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_jax.errors import RequestError
-from sglang_jax.server.errors import ShuttingDownError, internal_error
+from sglang_jax.server.errors import BusyError, ShuttingDownError, internal_error
 from sglang_jax.server.shutdown import SHUTDOWN, Shutdown
 
 logger = logging.getLogger(__name__)
+
+MAX_RUNNING_BYTES = 64 * 2**20
+MAX_RUNNING_BYTES_EACH = 16 * 2**20
+"""Maximum bytes of the conversations of all replies that run, and those that each owner may have in any case."""
 
 MAX_EVENT_BYTES = 64 * 2**20
 """Maximum bytes of all events that are kept for clients that come back."""
@@ -37,12 +42,16 @@ class BackgroundWriter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One reply. `events`: those so far, by number; None if they are not kept."""
+    """One reply. `size`: bytes of its conversation, which count while it runs; `events`: those so far, by number; None
+    if they are not kept; `cancelled`: somebody asked for its end; `writer`: None after its end, when nothing of its
+    request may stay."""
 
-    writer: BackgroundWriter
-    save: Save
+    owner: str
+    size: int
     events: list[bytes] | None
+    writer: BackgroundWriter | None
     done: bool = False
+    cancelled: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -57,6 +66,16 @@ class BackgroundRuns:
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
         self._bytes = 0
+        self._running: Counter[str] = Counter()
+
+    def check_room(self, owner: str, size: int) -> None:
+        """Raises `BusyError` if another reply, with a conversation of `size` bytes, is too much for the memory."""
+        held = self._running.total()
+        if held + size > MAX_RUNNING_BYTES and self._running[owner] + size > MAX_RUNNING_BYTES_EACH:
+            raise BusyError(
+                f"the conversations of responses in the background hold {held} bytes, and {size} more do not fit; the "
+                f"limit is {MAX_RUNNING_BYTES}. Try again later"
+            )
 
     def start(
         self,
@@ -67,28 +86,36 @@ class BackgroundRuns:
         *,
         first: bytes,
         keep_events: bool,
+        owner: str,
+        size: int,
     ) -> None:
         """Starts a reply. `events`: its generator; `first`: events before that; `save`: stores its present state, which
-        happens here if it fails or is cancelled."""
-        run = self._runs[run_id] = _Run(writer, save, [] if keep_events else None)
+        happens here if it fails or is cancelled; `owner`, `size`: see `check_room`."""
+        run = self._runs[run_id] = _Run(owner, size, [] if keep_events else None, writer)
+        self._running[owner] += size
         self._add(run, first)
-        run.task = asyncio.create_task(self._drive(run_id, run, events))
+        run.task = asyncio.create_task(self._drive(run_id, run, writer, events, save))
 
-    async def _drive(self, run_id: str, run: _Run, events: AsyncGenerator[bytes, None]) -> None:
+    async def _drive(
+        self, run_id: str, run: _Run, writer: BackgroundWriter, events: AsyncGenerator[bytes, None], save: Save
+    ) -> None:
         shutdown = SHUTDOWN.get(None) or Shutdown()
         task = asyncio.current_task()
         assert task is not None
         shutdown.add(task.cancel)
         try:
-            await self._write(run, events, shutdown)
+            await self._write(run, writer, events, save, shutdown)
         finally:
             shutdown.discard(task.cancel)
-            run.done = True
+            run.done, run.task, run.writer = True, None, None
+            self._running[run.owner] -= run.size
             run.notify()
             if run.events is None:
                 del self._runs[run_id]
 
-    async def _write(self, run: _Run, events: AsyncGenerator[bytes, None], shutdown: Shutdown) -> None:
+    async def _write(
+        self, run: _Run, writer: BackgroundWriter, events: AsyncGenerator[bytes, None], save: Save, shutdown: Shutdown
+    ) -> None:
         try:
             async with aclosing(events):
                 async for written in events:
@@ -96,15 +123,15 @@ class BackgroundRuns:
             return
         except asyncio.CancelledError:
             if shutdown.stopped:
-                self._add(run, run.writer.failed(ShuttingDownError("the server was stopped before the reply ended")))
+                self._add(run, writer.failed(ShuttingDownError("the server was stopped before the reply ended")))
             else:
-                run.writer.cancel()
+                writer.cancel()
         except RequestError as error:
-            self._add(run, run.writer.failed(error))
+            self._add(run, writer.failed(error))
         except Exception as error:  # a fault of the server
             logger.exception("A reply in the background failed")
-            self._add(run, run.writer.failed(internal_error(error)))
-        await run.save()
+            self._add(run, writer.failed(internal_error(error)))
+        await save()
 
     def _add(self, run: _Run, written: bytes) -> None:
         if run.events is None:
@@ -126,7 +153,7 @@ class BackgroundRuns:
     def running(self, run_id: str) -> BackgroundWriter | None:
         """Returns the writer of a reply that has not ended; else None."""
         run = self._runs.get(run_id)
-        return None if run is None or run.done else run.writer
+        return None if run is None else run.writer
 
     def has_events(self, run_id: str) -> bool:
         return run_id in self._runs and self._runs[run_id].events is not None
@@ -150,9 +177,12 @@ class BackgroundRuns:
     async def cancel(self, run_id: str) -> None:
         """Ends a reply, if it runs, and waits until it has ended."""
         run = self._runs.get(run_id)
-        if run is not None and run.task is not None and not run.done:
+        if run is None or run.task is None:
+            return
+        if not run.cancelled:  # a second time would interrupt the end itself, before it is stored
+            run.cancelled = True
             run.task.cancel()
-            await asyncio.wait({run.task})
+        await asyncio.wait({run.task})
 
     def forget(self, run_id: str) -> None:
         """Drops the events of a reply that has ended."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -39,9 +40,9 @@ from sglang_jax.server.responses_format import (
     ResponseWriter,
     new_response,
 )
-from sglang_jax.server.responses_items import Item, messages_of, num_characters
+from sglang_jax.server.responses_items import Item, messages_of, num_characters, without_unknown_fields
 from sglang_jax.server.responses_schema import FIELD_NAMES, ResponsesBody
-from sglang_jax.server.responses_store import StoredResponse
+from sglang_jax.server.responses_store import StoredResponse, StoredTurn
 from sglang_jax.server.streaming import (
     StreamStyle,
     json_response,
@@ -97,20 +98,22 @@ class Responses:
         response_id = RESPONSE_ID + uuid.uuid4().hex
         earlier = await self._earlier(body, owner)
         items = await self._with_references(body.input_items(), owner)
-        before = [item for each in earlier for item in each.items()]
+        before = await asyncio.to_thread(_items_of, earlier)
         session = (earlier[-1].session if earlier else None) or response_id
         conversation = self._conversation(body, request.headers, before, items, session)
         planned = await until_disconnect(request.receive, self._plan(conversation, body))
         response = new_response(response_id, body, planned, body.model or self._context.config.model_name)
-        writer = ResponseWriter(planned, body, self._context.client.tokenizer, response)
-        save = partial(self._save, writer, owner, session, msgspec.json.encode(_named(items, response_id)))
+        writer = ResponseWriter(planned, body.wanted(), self._context.client.tokenizer, response)
+        stored = msgspec.json.encode(_named(items, response_id))
+        save = partial(self._save, writer, owner, session, stored)
         if body.background:
-            return await self._start(request, writer, save)
+            size = sum(turn.num_bytes for turn in earlier) + len(stored) + len(msgspec.json.encode(response))
+            return await self._start(request, writer, save, owner, size)
         if not body.stores:
             return await self._conversations.answer(request, planned, writer)
         return await self._conversations.answer(request, planned, writer, save)
 
-    async def _earlier(self, body: ResponsesBody, owner: str) -> list[StoredResponse]:
+    async def _earlier(self, body: ResponsesBody, owner: str) -> list[StoredTurn]:
         if not body.previous_response_id:
             return []
         earlier = await self.store.conversation(body.previous_response_id, owner)
@@ -120,27 +123,36 @@ class Responses:
                 "it, or cancel it",
                 param="previous_response_id",
             )
+        size, most = sum(turn.num_bytes for turn in earlier), self._context.config.max_body_bytes
+        if size > most:
+            raise ParameterError(
+                f"the conversation that ends with previous_response_id has items of {size} bytes; the limit is {most} "
+                "(--max-body-bytes). Send the part of it that matters as input",
+                param="previous_response_id",
+            )
         return earlier
 
     async def _with_references(self, items: Sequence[Item], owner: str) -> list[Item]:
-        """Returns the items with those that references name in their places. Raises `ResponseNotFoundError`."""
-        found = []
+        """Returns the items with those that references name in their places. Raises `ResponseNotFoundError`;
+        `ParameterError` for more bytes than a body may have."""
+        places: dict[str, list[_Reference]] = {}
         for number, item in enumerate(items):
             if item["type"] == "item_reference":
-                found.append(await self._referred(item.get("id"), f"input[{number}].id", owner))
-            else:
-                found.append(item)
+                reference = _reference(item.get("id"), f"input[{number}].id", number)
+                places.setdefault(reference.response_id, []).append(reference)
+        found, size, most = list(items), 0, self._context.config.max_body_bytes
+        for response_id, references in places.items():
+            turn = await self.store.turn(response_id, owner, references[0].param)
+            for reference, item in zip(references, await asyncio.to_thread(_referred, turn, references), strict=True):
+                size += len(msgspec.json.encode(item))
+                if size > most:
+                    raise ParameterError(
+                        f"{reference.param}: the items that input refers to have more than {most} bytes together, the "
+                        "limit (--max-body-bytes)",
+                        param=reference.param,
+                    )
+                found[reference.number] = item
         return found
-
-    async def _referred(self, item_id: object, place: str, owner: str) -> Item:
-        known = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
-        if known is not None:
-            stored = await self.store.find(RESPONSE_ID + known[1], owner)
-            items = stored.input_items() if known[2] else json.loads(stored.response)["output"]
-            if int(known[3]) < len(items):
-                item: Item = items[int(known[3])]
-                return item
-        raise ResponseNotFoundError(f"{place} is {quote(item_id)}, which no stored response has", param=place)
 
     def _conversation(
         self, body: ResponsesBody, headers: Headers, earlier: list[Item], items: list[Item], session: str
@@ -179,7 +191,7 @@ class Responses:
         message of the user. The rest leaves room for the reply: `max_output_tokens`, or else an eighth of the context,
         and at most half of it. How many go is rounded up, so that not every reply shifts the start and empties the
         cache."""
-        messages = conversation.read()
+        messages = await asyncio.to_thread(conversation.read)
         starts = [number for number, message in enumerate(messages) if message["role"] == "user"]
         first = starts[0] if starts else 0
         dropped, limit = 0, len(starts) - 1
@@ -205,14 +217,17 @@ class Responses:
         previous, text = response.previous_response_id, msgspec.json.encode(response)
         await self.store.save(StoredResponse(response.id, owner, previous, response.status, session, items, text))
 
-    async def _start(self, request: Request, writer: ResponseWriter, save: partial[Any]) -> Response:
+    async def _start(
+        self, request: Request, writer: ResponseWriter, save: partial[Any], owner: str, size: int
+    ) -> Response:
         """Starts a response in the background. Returns it, or its stream, which the client may leave and take up
         again."""
+        self.runs.check_room(owner, size)
         first = writer.queued()
         await save()
         events = self._conversations.events(writer.planned, writer, save)
-        run_id, streams = writer.response.id, bool(writer.body.stream)
-        self.runs.start(run_id, writer, events, save, first=first, keep_events=streams)
+        run_id, streams = writer.response.id, writer.wanted.stream
+        self.runs.start(run_id, writer, events, save, first=first, keep_events=streams, owner=owner, size=size)
         if streams:
             return await open_event_stream(request, self.runs.events(run_id, -1), EVENTS)
         return json_response(writer.response)
@@ -267,7 +282,7 @@ class Responses:
     ) -> ItemList:
         """Returns a page of the items that a response answers, those of earlier responses included."""
         *earlier, last = await self.store.conversation(response_id, owner)
-        items = [item for one in earlier for item in one.items()] + last.input_items()
+        items = await asyncio.to_thread(lambda: _items_of(earlier) + last.input_items())
         ordered = items[::-1] if newest_first else items
         if after is not None:
             place = next((number for number, item in enumerate(ordered) if item.get("id") == after), None)
@@ -277,6 +292,45 @@ class Responses:
         page = ordered[:limit]
         ids = [item["id"] for item in page] or [None]
         return ItemList(data=page, first_id=ids[0], last_id=ids[-1], has_more=len(ordered) > limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A reference to an item of a response: to its output, or `to_input`. `number`: its place in the request's input,
+    `place`: that of the item; `param`: its field."""
+
+    response_id: str
+    to_input: bool
+    place: int
+    number: int
+    param: str
+
+    def not_found(self) -> ResponseNotFoundError:
+        return ResponseNotFoundError(f"{self.param} is an item that no stored response has", param=self.param)
+
+
+def _reference(item_id: object, param: str, number: int) -> _Reference:
+    known = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    if known is None:
+        raise ResponseNotFoundError(f"{param} is {quote(item_id)}, which no stored response has", param=param)
+    return _Reference(RESPONSE_ID + known[1], bool(known[2]), int(known[3]), number, param)
+
+
+def _referred(turn: StoredTurn, references: Sequence[_Reference]) -> list[Item]:
+    """Returns the items of a response that references name. Raises `ResponseNotFoundError`."""
+    of_input = turn.input_items() if any(reference.to_input for reference in references) else []
+    of_output = turn.output_items() if not all(reference.to_input for reference in references) else []
+    items = []
+    for reference in references:
+        among = of_input if reference.to_input else of_output
+        if reference.place >= len(among):
+            raise reference.not_found()
+        items.append(without_unknown_fields(among[reference.place]))
+    return items
+
+
+def _items_of(turns: Sequence[StoredTurn]) -> list[Item]:
+    return [item for turn in turns for item in turn.items()]
 
 
 def _without(conversation: Conversation, messages: list[Message], first: int, start: int) -> Conversation:

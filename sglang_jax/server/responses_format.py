@@ -18,7 +18,7 @@ from sglang_jax.server.blocks import Begin, Block, BlockKind, Blocks, End, More,
 from sglang_jax.server.conversation import PlannedReply
 from sglang_jax.server.logprobs import ChatLogprob, chat_logprobs
 from sglang_jax.server.responses_items import encoded
-from sglang_jax.server.responses_schema import ENCODED_REASONING, ResponsesBody
+from sglang_jax.server.responses_schema import ResponsesBody, WantedReply
 from sglang_jax.server.streaming import StreamStyle, json_response, named_event
 
 RESPONSE_ID = "resp_"
@@ -140,7 +140,7 @@ class ResponseWriter:
     """Writes one response: its items, and the events of its stream. `response` has what is known so far."""
 
     planned: PlannedReply
-    body: ResponsesBody
+    wanted: WantedReply
     tokenizer: TextTokenizer
     response: ResponseObject
     _blocks: Blocks = field(default_factory=Blocks)
@@ -196,7 +196,7 @@ class ResponseWriter:
         self.response.completed_at = None
 
     def _steps(self, delta: OutputDelta) -> Iterator[Step]:
-        if self.body.wants_logprobs and delta.logprobs:
+        if self.wanted.logprobs and delta.logprobs:
             self._new_logprobs = [*self._new_logprobs, *chat_logprobs(self.tokenizer, delta.logprobs).content]
         yield from self._blocks.add(self._reply.read(delta))
         if delta.finish is not None:
@@ -276,12 +276,12 @@ class ResponseWriter:
                 return "response.output_text"
             case BlockKind.CALL:
                 return "response.function_call_arguments"
-        return "response.reasoning_summary_text" if self.body.summarizes else "response.reasoning_text"
+        return "response.reasoning_summary_text" if self.wanted.summary else "response.reasoning_text"
 
     def _within(self, at: dict[str, Any], kind: BlockKind) -> dict[str, Any]:
         if kind is BlockKind.CALL:
             return at
-        summary = kind is BlockKind.REASONING and self.body.summarizes
+        summary = kind is BlockKind.REASONING and self.wanted.summary
         return {**at, ("summary_index" if summary else "content_index"): 0}
 
     def _of_part(self, what: str, at: dict[str, Any], part: dict[str, Any]) -> bytes:
@@ -291,9 +291,9 @@ class ResponseWriter:
 
     def _part(self, block: Block, text: str) -> dict[str, Any]:
         if block.kind is BlockKind.REASONING:
-            return {"type": "summary_text" if self.body.summarizes else "reasoning_text", "text": text}
+            return {"type": "summary_text" if self.wanted.summary else "reasoning_text", "text": text}
         part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
-        if self.body.wants_logprobs:
+        if self.wanted.logprobs:
             part["logprobs"] = list(self._logprobs) if text else []
         return part
 
@@ -319,9 +319,9 @@ class ResponseWriter:
             return ended | {"arguments": block.text}
         if block.kind is BlockKind.TEXT:
             return ended | {"content": [self._part(block, block.text)]}
-        if self.body.includes(ENCODED_REASONING):
+        if self.wanted.encoded:
             ended["encrypted_content"] = encoded(block.text)
-        return ended | {("summary" if self.body.summarizes else "content"): [self._part(block, block.text)]}
+        return ended | {("summary" if self.wanted.summary else "content"): [self._part(block, block.text)]}
 
     def _of_response(self, kind: str) -> bytes:
         return self._event(kind, response=self.response)

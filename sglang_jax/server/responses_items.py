@@ -19,6 +19,48 @@ Item = dict[str, Any]
 """An item of a conversation as the API has it: a message, reasoning, a call, or the output of a call."""
 
 
+_FIELDS = {
+    "message": ("role", "content"),
+    "reasoning": ("summary", "content", "encrypted_content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "item_reference": (),
+}
+"""Types of items, and their fields besides `type` and `id`."""
+
+_TEXT_FIELDS = {
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
+    "refusal": "refusal",
+}
+"""Types of parts, and the fields with their text."""
+
+
+def without_unknown_fields(item: Item) -> Item:
+    """Returns an item with nothing but the fields that are read, so that no other is stored with it. One of an unknown
+    type, which will be refused, is returned as it is."""
+    kind = item["type"]
+    if kind not in _FIELDS:
+        return item
+    kept = {name: item[name] for name in ("type", "id", *_FIELDS[kind]) if name in item}
+    for name, value in kept.items():
+        if isinstance(value, list):
+            parts = [_without_unknown_fields(part) for part in value]
+            kept[name] = [part for part in parts if _texts([part])] if kind == "reasoning" else parts
+        elif kind == "reasoning" and not isinstance(value, str):
+            kept[name] = None
+    return kept
+
+
+def _without_unknown_fields(part: object) -> object:
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    field = _TEXT_FIELDS.get(kind, "") if isinstance(kind, str) else ""
+    if not isinstance(part.get(field), str):
+        return part
+    return {"type": kind, field: part[field]} | ({"annotations": []} if kind == "output_text" else {})
+
+
 def num_characters(items: Sequence[Item]) -> int:
     """Returns the number of characters of the items' texts."""
     count = 0
@@ -41,7 +83,8 @@ def messages_of(earlier: Sequence[Item], items: Sequence[Item], instructions: st
     messages: list[Message] = []
     names: dict[str, str] = {}
     for item in earlier:
-        _add(messages, item, "previous_response_id", names)
+        if item["type"] != "function_call" or item.get("status") == "completed":  # not one that the reply's end cut
+            _add(messages, item, "previous_response_id", names)
     for number, item in enumerate(items):
         _add(messages, item, f"input[{number}]", names)
     if instructions:

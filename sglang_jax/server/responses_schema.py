@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -15,7 +16,7 @@ from sglang_jax.server.context import ENGINE_NAMES
 from sglang_jax.server.conversation import thinking_variables
 from sglang_jax.server.errors import UnsupportedParameterError
 from sglang_jax.server.fields import Body, Many, Priority, ShortText, cache_namespace, required
-from sglang_jax.server.responses_items import Item
+from sglang_jax.server.responses_items import Item, without_unknown_fields
 from sglang_jax.server.sampling import renamed_fields
 from sglang_jax.server.tools import NO_TOOLS, OfferedTool, ToolChoice, ToolRequest, tool_request
 
@@ -139,6 +140,17 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WantedReply:
+    """What a client wants to see of a reply. `stream`: its events; `summary`: reasoning as its own summary; `encoded`:
+    reasoning in the form for clients that store nothing."""
+
+    stream: bool
+    logprobs: bool
+    summary: bool
+    encoded: bool
+
+
 class ResponsesBody(Body):
     """`POST /v1/responses`. `seed`, `top_k`, `priority`, `rid`, `extra_key`, `cache_salt` and `routing_key` are this
     server's additions."""
@@ -208,17 +220,17 @@ class ResponsesBody(Body):
         return cache_namespace(self.extra_key, self.cache_salt)
 
     @property
-    def summarizes(self) -> bool:
-        """Whether reasoning is returned as a summary."""
-        asked = self.reasoning
-        return asked is not None and (asked.summary or asked.generate_summary) is not None
-
-    def includes(self, what: str) -> bool:
-        return what in (self.include or ())
-
-    @property
     def wants_logprobs(self) -> bool:
-        return self.includes(LOGPROBS) or bool(self.top_logprobs)
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def wanted(self) -> WantedReply:
+        asked = self.reasoning
+        return WantedReply(
+            stream=bool(self.stream),
+            logprobs=self.wants_logprobs,
+            summary=asked is not None and (asked.summary or asked.generate_summary) is not None,
+            encoded=ENCODED_REASONING in (self.include or ()),
+        )
 
     def tool_request(self, most: int) -> ToolRequest | None:
         """Returns the tools and how they may be called; None if none may be. Raises `ParameterError`."""
@@ -251,7 +263,8 @@ class ResponsesBody(Body):
         if not self.input:
             raise ParameterError("input is empty; a response needs at least one item", param="input")
         items = [body.model_dump(exclude_none=True) for body in self.input]
-        return [{"type": "message" if "role" in item else "item_reference", **item} for item in items]
+        typed = [{"type": "message" if "role" in item else "item_reference", **item} for item in items]
+        return [without_unknown_fields(item) for item in typed]
 
 
 def _read_choice(choice: Any) -> ToolChoice:

@@ -35,6 +35,9 @@ CREATE INDEX IF NOT EXISTS by_session ON responses (session);
 
 _UNFINISHED = ("queued", "in_progress")
 
+_TURN = "id, previous, status, session, input, json_extract(CAST(response AS TEXT), '$.output')"
+"""The columns of a `StoredTurn`: a response repeats its instructions and tools, which a conversation does not need."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
@@ -49,25 +52,46 @@ class StoredResponse:
     input: bytes
     response: bytes
 
+
+@dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """What a stored response adds to a conversation: its input's items, and those of its output, as JSON."""
+
+    id: str
+    previous: str | None
+    status: str
+    session: str | None
+    input: bytes
+    output: str
+
     @property
     def finished(self) -> bool:
         return self.status not in _UNFINISHED
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.input) + len(self.output)
+
     def items(self) -> list[dict[str, Any]]:
-        """Returns the items of the conversation that this response adds: its input, then its output."""
-        return [*self.input_items(), *json.loads(self.response)["output"]]
+        """Returns its input, then its output."""
+        return [*self.input_items(), *self.output_items()]
 
     def input_items(self) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = json.loads(self.input)
         return items
 
+    def output_items(self) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = json.loads(self.output)
+        return items
+
 
 class ResponseStore:
     """Keeps at most `most` responses and `most_bytes` of their JSON, each for at most `seconds`. Beyond that, the owner
-    with the most bytes loses the responses that were not used for longest; a conversation loses its newest first.
+    with the most responses, or bytes, loses those that were not used for longest; a conversation loses its newest
+    first.
 
-    All methods run on one event loop; the database has a separate thread. `path`: a file; None for memory. Raises
-    `ConfigError` for a file that cannot be used.
+    All methods run on one event loop; the database has a separate thread. `path`: a file, which no other server can use
+    meanwhile; None for memory. Raises `ConfigError` for a file that cannot be used.
     """
 
     def __init__(
@@ -82,26 +106,32 @@ class ResponseStore:
         self._most, self._most_bytes, self._seconds, self._clock = most, most_bytes, seconds, clock
         self._thread = ThreadPoolExecutor(1, "response-store")
         self._bytes: Counter[str] = Counter()
-        self._count = 0
+        self._counts: Counter[str] = Counter()
         self._used = 0
         try:
             self._thread.submit(self._open, path).result()
         except sqlite3.Error as error:
-            raise ConfigError(f"response_store {path} cannot be used: {error}") from error
+            why = "another process uses it" if error.sqlite_errorcode == sqlite3.SQLITE_BUSY else str(error)
+            raise ConfigError(f"response_store {path} cannot be used: {why}") from error
 
     def _open(self, path: Path | None) -> None:
         if path is not None:
             path.touch(mode=0o600)
-        self._database = sqlite3.connect(":memory:" if path is None else path, isolation_level=None)
+        self._database = sqlite3.connect(":memory:" if path is None else path, timeout=0, isolation_level=None)
+        self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.executescript(_SCHEMA)
         self._fail_unfinished()
         for owner, count, size in self._database.execute("SELECT owner, COUNT(*), SUM(size) FROM responses GROUP BY 1"):
-            self._bytes[owner] = size
-            self._count += count
+            self._bytes[owner], self._counts[owner] = size, count
         (self._used,) = self._database.execute("SELECT COALESCE(MAX(used), 0) FROM responses").fetchone()
         self._evict()
+
+    def close(self) -> None:
+        """Closes the database, so that another server can use its file."""
+        self._thread.submit(self._database.close).result()
+        self._thread.shutdown()
 
     def _fail_unfinished(self) -> None:
         """Marks responses as failed that an earlier server has not finished."""
@@ -142,7 +172,7 @@ class ResponseStore:
             ),
         )
         self._bytes[stored.owner] += size
-        self._count += 1
+        self._counts[stored.owner] += 1
         self._evict()
 
     def _forget(self, response_id: str) -> bool:
@@ -151,7 +181,7 @@ class ResponseStore:
             return False
         self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
         self._bytes[row[0]] -= row[1]
-        self._count -= 1
+        self._counts[row[0]] -= 1
         return True
 
     def _evict(self) -> None:
@@ -159,21 +189,24 @@ class ResponseStore:
         aged = self._database.execute("SELECT id FROM responses WHERE created < ?", (oldest,)).fetchall()
         for (response_id,) in aged:
             self._forget(response_id)
-        while self._count > self._most or self._bytes.total() > self._most_bytes:
-            owner = max(self._bytes, key=lambda one: self._bytes[one])
-            (response_id,) = self._database.execute(
-                "SELECT id FROM responses WHERE owner = ? ORDER BY used LIMIT 1", (owner,)
-            ).fetchone()
-            self._forget(response_id)
+        for used, most in ((self._counts, self._most), (self._bytes, self._most_bytes)):
+            while used.total() > most:
+                ((owner, _),) = used.most_common(1)
+                (response_id,) = self._database.execute(
+                    "SELECT id FROM responses WHERE owner = ? ORDER BY used LIMIT 1", (owner,)
+                ).fetchone()
+                self._forget(response_id)
 
     async def find(self, response_id: str, owner: str) -> StoredResponse:
         """Returns a response. Raises `ResponseNotFoundError`."""
         return await self._run(partial(self._find, response_id, owner))
 
-    def _find(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
-        row = self._database.execute(
-            "SELECT id, owner, previous, status, session, input, response FROM responses "
-            "WHERE id = ? AND owner = ? AND created >= ?",
+    def _find(self, response_id: str, owner: str) -> StoredResponse:
+        return StoredResponse(*self._row("id, owner, previous, status, session, input, response", response_id, owner))
+
+    def _row(self, columns: str, response_id: str, owner: str, param: str | None = None) -> tuple[Any, ...]:
+        row: tuple[Any, ...] | None = self._database.execute(
+            f"SELECT {columns} FROM responses WHERE id = ? AND owner = ? AND created >= ?",
             (response_id, owner, self._clock() - self._seconds),
         ).fetchone()
         if row is None:
@@ -182,15 +215,22 @@ class ResponseStore:
                 "newer ones",
                 param=param,
             )
-        return StoredResponse(*row)
+        return row
 
-    async def conversation(self, response_id: str, owner: str) -> list[StoredResponse]:
+    async def turn(self, response_id: str, owner: str, param: str) -> StoredTurn:
+        """Returns what a response adds to conversations. Raises `ResponseNotFoundError` for the field `param`."""
+        return await self._run(partial(self._turn, response_id, owner, param))
+
+    def _turn(self, response_id: str, owner: str, param: str) -> StoredTurn:
+        return StoredTurn(*self._row(_TURN, response_id, owner, param))
+
+    async def conversation(self, response_id: str, owner: str) -> list[StoredTurn]:
         """Returns the responses of a conversation up to this one, the oldest first, and counts them as used. Raises
         `ResponseNotFoundError` if one of them is not stored, `ParameterError` for too many."""
         return await self._run(partial(self._conversation, response_id, owner))
 
-    def _conversation(self, response_id: str, owner: str) -> list[StoredResponse]:
-        found: list[StoredResponse] = []
+    def _conversation(self, response_id: str, owner: str) -> list[StoredTurn]:
+        found: list[StoredTurn] = []
         wanted: str | None = response_id
         while wanted is not None:
             if len(found) == MAX_CHAIN:
@@ -199,7 +239,7 @@ class ResponseStore:
                     "responses, the limit; send the conversation as input",
                     param="previous_response_id",
                 )
-            found.append(self._find(wanted, owner, "previous_response_id"))
+            found.append(self._turn(wanted, owner, "previous_response_id"))
             wanted = found[-1].previous
         for one in found:  # the first response of a conversation counts as used last: without it, the others are lost
             self._used += 1

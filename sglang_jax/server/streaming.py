@@ -216,11 +216,15 @@ class EventStream(Response):
 async def open_event_stream(
     request: Request, events: AsyncGenerator[bytes, None], style: StreamStyle = OPENAI_EVENTS
 ) -> EventStream:
-    """Waits for the first event, so that a generation that fails before it gets an ordinary error response. Raises
-    errors of `events` before its first event; `ClientDisconnect`."""
+    """Waits for the first event, so that a generation that fails before it gets an ordinary error response. There
+    may be no event. Raises errors of `events` before its first event; `ClientDisconnect`."""
     try:
-        first = await until_disconnect(request.receive, anext(events))
+        first = await until_disconnect(request.receive, _first_of(events))
     except BaseException:
         await events.aclose()
         raise
     return EventStream(first, events, style)
+
+
+async def _first_of(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events, b"")

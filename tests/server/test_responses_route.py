@@ -182,6 +182,8 @@ def test_a_response_in_the_background(slow_server: EchoServer) -> None:
         assert client.responses.retrieve(run.id).output_text == "user: abc\n"
         again = events_of(slow_server.http.get(f"{PATH}/{run.id}?stream=true&starting_after=3").text)
         assert again == [json.loads(event.to_json()) for event in events[4:]]
+        nothing = slow_server.http.get(f"{PATH}/{run.id}?stream=true&starting_after={len(events) - 1}")
+        assert (nothing.status_code, nothing.text) == (200, "")
         assert client.responses.retrieve(begun.id).status == "completed"
         # A cancelled one ends at once, in the engine too.
         long = client.responses.create(model="default", input="x" * 3000, background=True)
@@ -226,6 +228,31 @@ def test_refusals_name_the_field(server: EchoServer, fields: dict[str, Any], par
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
+def test_a_stored_item_has_only_what_is_read(server: EchoServer) -> None:
+    """Else a few bytes, which refer to an item many times, would make the server copy megabytes each time."""
+    part = {"type": "input_text", "text": "x" * 2000, "padding": "x" * 100_000}
+    padded = {"role": "user", "content": [part], "padding": "x" * 100_000}
+    response_id = ask(server, [padded])["id"]
+    (item,) = server.http.get(f"{PATH}/{response_id}/input_items").json()["data"]
+    text = {"type": "input_text", "text": "x" * 2000}
+    assert item == {"type": "message", "role": "user", "content": [text], "id": item["id"], "status": "completed"}
+    many = [{"type": "item_reference", "id": item["id"]}] * (server.context.config.max_body_bytes // 2000)
+    for refused, message in (
+        (many, "the items that input refers to have more than 8388608 bytes"),
+        ([{"type": "item_reference", "id": f"{item['id']}9"}], "input[0].id is an item that no stored response has"),
+    ):
+        error = server.http.post(PATH, json={"input": refused}).json()["error"]
+        assert message in error["message"]
+
+
+def test_a_reply_that_ends_within_a_call_can_be_followed(server: EchoServer) -> None:
+    says = {"tools": [{**TOOL, "strict": True}], "tool_choice": "required", "max_output_tokens": 60}
+    first = ask(server, CALL, **says)
+    assert first["output"][-1]["type"] == "function_call"
+    assert first["output"][-1]["status"] == "incomplete"
+    ask(server, "b", previous_response_id=first["id"])
+
+
 def test_truncation_drops_the_first_exchanges(server: EchoServer) -> None:
     said = [{"role": "user", "content": f"{number} " + "x" * 500} for number in range(12)]
     refused = server.http.post(PATH, json={"input": said})
@@ -256,6 +283,9 @@ async def test_the_store_is_bounded_and_outlives_the_server(tmp_path: Path) -> N
     await store.save(StoredResponse("b1", "b", None, "completed", None, b"[]", b'{"output": []}'))
     with pytest.raises(ResponseNotFoundError):
         await store.find("r3", "a")
+    with pytest.raises(ConfigError, match="another process uses it"):
+        ResponseStore(tmp_path / "responses.db", **limits)
+    store.close()
     again = ResponseStore(tmp_path / "responses.db", **limits)
     assert (await again.find("r0", "a")).status == "failed"  # it ran when the server ended
     # The owner with the most bytes makes room.
@@ -263,6 +293,10 @@ async def test_the_store_is_bounded_and_outlives_the_server(tmp_path: Path) -> N
     await again.save(StoredResponse("b3", "b", None, "completed", None, b"[]", b"x" * 1700))
     assert (await again.find("b3", "b")).id == "b3"
     assert (await again.find("r1", "a")).id == "r1"
+    # So does the one with the most responses.
+    for number in range(2, 7):
+        await again.save(stored(number))
+    assert (await again.find("b3", "b")).id == "b3"
     now = 101.0
     with pytest.raises(ResponseNotFoundError):
         await again.find("r1", "a")
