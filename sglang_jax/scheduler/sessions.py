@@ -126,21 +126,34 @@ class Sessions:
         timeout = min(timeout, max(self._timeout, LONGEST_TIMEOUT))
         if (message.owner, message.id) in self._open:
             raise ParameterError(f"session {quote(message.id)} is open already", param="session_id")
-        if len(self._open) >= self._most and not self._make_room(message.owner):
+        if len(self._open) >= self._most and not (
+            self._replace(message.owner, implicit=True) or self._replace(message.owner, implicit=False)
+        ):
             raise SessionLimitError(
                 f"session {quote(message.id)} cannot be opened: {len(self._open)} sessions are open, the limit "
                 "(--max-sessions); close one, or try again later"
             )
-        now = self._clock()
-        self._open[message.owner, message.id] = Session(message.id, message.owner, message.streaming, timeout, now)
-        self._due = min(self._due, now + timeout)
+        self._add(Session(message.id, message.owner, message.streaming, timeout, self._clock()))
 
-    def _make_room(self, owner: str) -> bool:
-        """Closes the session idle longest among the owners with the most; False if it closes none. An owner keeps at
-        least as many as `owner` will have, unless `owner` has none: so none can hold all sessions."""
+    def _add(self, session: Session) -> Session:
+        self._open[session.owner, session.id] = session
+        self._due = min(self._due, session.used_at + session.timeout)
+        return session
+
+    def _replace(self, owner: str, *, implicit: bool) -> bool:
+        """Closes the idle session that was used least recently, of the owner with the most; False if it closes none.
+        An owner keeps at least as many as `owner` will have, unless `owner` has none: so none can hold all sessions.
+        `implicit`: only sessions that nobody has opened, whose end costs time and nothing else; those of `owner`,
+        too."""
         held = Counter(session.owner for session in self._open.values())
         least = held[owner] + 2 if held[owner] else 1
-        idle = [one for one in self._open.values() if one.turn is None and held[one.owner] >= least]
+        idle = [
+            one
+            for one in self._open.values()
+            if one.turn is None
+            and one.implicit is implicit
+            and (held[one.owner] >= least or (implicit and one.owner == owner))
+        ]
         if idle:
             self._close(max(idle, key=lambda one: (held[one.owner], -one.used_at)))
         return bool(idle)
@@ -180,30 +193,17 @@ class Sessions:
 
     def keeping_turn(self, asked: SessionTurn, namespace: Namespace) -> Turn | None:
         """The turn of a request with a whole conversation, whose KV its session is to keep. Opens the session if it is
-        not open; if too many are, in place of the one among its owner's, opened like this, that has been idle
-        longest. None if the request has to run without a session: none can be opened, a turn of it runs, or its
-        namespace is another."""
+        not open; if too many are, in place of another that was opened like this. None if the request has to run without
+        a session: none can be opened, a turn of it runs, or its namespace is another."""
         session = self._open.get((asked.owner, asked.session))
         if session is None:
             self.maintain()
-            if (
-                len(self._open) >= self._most
-                and not self._make_room(asked.owner)
-                and not self._replace_own(asked.owner)
-            ):
+            if len(self._open) >= self._most and not self._replace(asked.owner, implicit=True):
                 return None
-            self.open(OpenSession(asked.session, asked.owner, True))
-            session = self._open[asked.owner, asked.session]
-            session.implicit = True
+            session = self._add(Session(asked.session, asked.owner, True, self._timeout, self._clock(), implicit=True))
         if session.turn is not None or (session.last is not None and namespace != session.namespace):
             return None
         return Turn(session, asked.name)
-
-    def _replace_own(self, owner: str) -> bool:
-        own = [one for one in self._open.values() if one.owner == owner and one.implicit and one.turn is None]
-        if own:
-            self._close(min(own, key=lambda one: one.used_at))
-        return bool(own)
 
     def begin(self, turn: Turn, request_id: int, prompt_len: int) -> None:
         turn.request_id, turn.prompt_len = request_id, prompt_len

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -188,10 +189,10 @@ class CountBody(Body):
         if not self.messages:
             raise ParameterError("messages is empty; a conversation needs at least one message", param="messages")
         names: dict[str, str] = {}
-        messages: list[Message] = []
-        for number, message in enumerate(self.messages):
-            for converted in _converted(message, f"messages[{number}]", names):
-                _append(messages, converted)
+        parts = chain.from_iterable(
+            _converted(message, f"messages[{number}]", names) for number, message in enumerate(self.messages)
+        )
+        messages = [_joined(several) for several in _of_one_role(parts)]
         system = self._system()
         if not any(message["role"] != "assistant" for message in messages):
             system = SystemText((*system.stable, *system.volatile), ())
@@ -261,18 +262,35 @@ def _characters(content: str | Sequence[MessagesPart]) -> int:
     return count
 
 
-def _append(messages: list[Message], message: Message) -> None:
-    """Adds a message. Consecutive ones of the user or of the assistant become one."""
-    last = messages[-1] if messages else None
-    if last is None or last["role"] != message["role"] or message["role"] == "tool":
-        messages.append(message)
-        return
-    texts = [part for one in (last, message) for part in _parts(one["content"])]
-    joined: Message = {**last, **message, "content": JoinedParts(texts) if len(texts) != 1 else texts[0]}
-    for name in ("tool_calls", "reasoning_content"):
-        if name in last and name in message:
-            joined[name] = last[name] + message[name]  # type: ignore[operator]  # two lists, or two texts
-    messages[-1] = joined
+def _of_one_role(messages: Iterable[Message]) -> Iterator[list[Message]]:
+    """Yields consecutive messages of the user, or of the assistant, together; each result of a tool by itself."""
+    several: list[Message] = []
+    for message in messages:
+        if several and (several[-1]["role"] != message["role"] or message["role"] == "tool"):
+            yield several
+            several = []
+        several.append(message)
+    if several:
+        yield several
+
+
+def _joined(several: Sequence[Message]) -> Message:
+    """Returns messages of one role as one."""
+    if len(several) == 1:
+        return several[0]
+    texts = [part for message in several for part in _parts(message["content"])]
+    joined: Message = {"role": several[0]["role"], "content": JoinedParts(texts) if len(texts) != 1 else texts[0]}
+    if thinking := "".join(str(message.get("reasoning_content", "")) for message in several):
+        joined["reasoning_content"] = thinking
+    if calls := [call for message in several for call in _calls(message)]:
+        joined["tool_calls"] = calls
+    return joined
+
+
+def _calls(message: Message) -> list[object]:
+    calls = message.get("tool_calls", [])
+    assert isinstance(calls, list)
+    return calls
 
 
 def _parts(content: object) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -278,7 +279,7 @@ def converted(messages: Sequence[OllamaMessageBody]) -> list[Message]:
     """Returns messages in the format of chat templates. Calls without an id, which this API need not have, get one, and
     a result is that of the first call that has none yet: of the tool that it names, if it names one. Raises
     `ParameterError`."""
-    open_calls: list[tuple[str, str]] = []
+    open_calls = _OpenCalls([])
     result: list[Message] = []
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
@@ -302,7 +303,7 @@ def converted(messages: Sequence[OllamaMessageBody]) -> list[Message]:
             said["reasoning_content"] = message.thinking
         if message.tool_calls:
             calls = [(call.id or f"call_{number}_{nth}", call) for nth, call in enumerate(message.tool_calls)]
-            open_calls = [(call_id, call.function.name) for call_id, call in calls]
+            open_calls = _OpenCalls([(call_id, call.function.name) for call_id, call in calls])
             said["tool_calls"] = [
                 {
                     "id": call_id,
@@ -312,17 +313,31 @@ def converted(messages: Sequence[OllamaMessageBody]) -> list[Message]:
                 for call_id, call in calls
             ]
         if message.role == "tool":
-            said |= _answered(message, open_calls)
+            said |= open_calls.answered(message)
         result.append(said)
     return result
 
 
-def _answered(message: OllamaMessageBody, open_calls: list[tuple[str, str]]) -> Message:
-    """Returns the id and the name of the call that a result answers, and takes it from the open ones."""
-    for call in open_calls:
-        call_id, name = call
-        if message.tool_call_id in (None, "", call_id) and message.tool_name in (None, "", name):
-            open_calls.remove(call)
-            return {"tool_call_id": call_id, "name": name}
-    given = {"tool_call_id": message.tool_call_id, "name": message.tool_name}
-    return {name: value for name, value in given.items() if value}
+class _OpenCalls:
+    """Calls of a message, each with its id and name, that have no result yet. A result is found without a search: a
+    body may have thousands of both."""
+
+    def __init__(self, calls: Sequence[tuple[str, str]]) -> None:
+        self._names = dict(calls)
+        self._ids: dict[str, deque[str]] = {}
+        for call_id, name in self._names.items():
+            self._ids.setdefault(name, deque()).append(call_id)
+
+    def answered(self, message: OllamaMessageBody) -> Message:
+        """Returns the id and the name of the call that a result answers, which is not open any more."""
+        call_id, name = message.tool_call_id, message.tool_name
+        found = call_id or (self._first_of(name) if name else next(iter(self._names), None))
+        if found is not None and found in self._names and name in (None, "", self._names[found]):
+            return {"tool_call_id": found, "name": self._names.pop(found)}
+        return {key: value for key, value in (("tool_call_id", call_id), ("name", name)) if value}
+
+    def _first_of(self, name: str) -> str | None:
+        ids = self._ids.get(name, deque())
+        while ids and ids[0] not in self._names:
+            ids.popleft()
+        return ids[0] if ids else None

@@ -121,8 +121,9 @@ def _add(messages: list[Message], item: Item, place: str, names: dict[str, str])
                 raise ParameterError(f"{field} must be the text of a JSON object, got {quote(arguments)}", param=field)
             names[call_id] = name
             function = {"name": name, "arguments": arguments or "{}"}
-            said = _of_assistant(messages)
-            said["tool_calls"] = [*_calls(said), {"id": call_id, "type": "function", "function": function}]
+            calls = _of_assistant(messages).setdefault("tool_calls", [])
+            assert isinstance(calls, list)
+            calls.append({"id": call_id, "type": "function", "function": function})
         case "function_call_output":
             call_id = _text(item, "call_id", place)
             if call_id not in names:
@@ -145,12 +146,6 @@ def _of_assistant(messages: list[Message], new: str = "") -> Message:
         return last
     messages.append({"role": "assistant", "content": ""})
     return messages[-1]
-
-
-def _calls(message: Message) -> list[object]:
-    calls = message.get("tool_calls", [])
-    assert isinstance(calls, list)
-    return calls
 
 
 def _text(item: Mapping[str, Any], field: str, place: str) -> str:

@@ -6,8 +6,13 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator
 
+import pytest
+
 from sglang_jax.errors import RequestError
+from sglang_jax.server import background
 from sglang_jax.server.background import BackgroundRuns
+from sglang_jax.server.errors import BusyError
+from sglang_jax.server.shutdown import SHUTDOWN, Shutdown
 
 
 class Writer:
@@ -48,13 +53,45 @@ async def test_a_reply_that_is_cancelled_twice_is_stored_as_cancelled() -> None:
     assert stored == ["cancelled"]
 
 
-async def test_the_events_of_a_reply_stay_but_not_its_request() -> None:
-    runs, writer = BackgroundRuns(), Writer()
+async def no_save() -> None:
+    pass
+
+
+async def test_memory_for_replies_and_their_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MAX_EVENT_BYTES", 20)
+    monkeypatch.setattr(background, "MAX_RUNNING_BYTES", 100)
+    monkeypatch.setattr(background, "MAX_RUNNING_BYTES_EACH", 10)
+    runs = BackgroundRuns()
+    for name in "abc":
+        runs.start(name, Writer(), one_event(), no_save, first=b"begin\n\n", keep_events=True, owner="o", size=30)
+    runs.check_room("o", 10)
+    runs.check_room("other", 10)
+    for owner, size in (("o", 11), ("other", 11)):
+        with pytest.raises(BusyError, match="90 bytes, and 11 more"):
+            runs.check_room(owner, size)
+    assert [event async for event in runs.events("c", -1)] == [b"begin\n\n", b"end\n\n"]
+    assert [runs.has_events(name) for name in "abc"] == [False, False, True]
+    runs.check_room("o", 100)  # all have ended
+
+
+async def test_a_reply_that_the_server_stops_is_stored_as_failed() -> None:
+    shutdown, runs, writer = Shutdown(), BackgroundRuns(), Writer()
+    SHUTDOWN.set(shutdown)
+    stored = asyncio.Event()
 
     async def save() -> None:
-        pass
+        stored.set()
 
-    runs.start("a", writer, one_event(), save, first=b"begin\n\n", keep_events=True, owner="o", size=1)
+    runs.start("a", writer, endless(), save, first=b"", keep_events=False, owner="o", size=1)
+    await asyncio.sleep(0.01)
+    shutdown.stop()
+    await stored.wait()
+    assert writer.status == "failed"
+
+
+async def test_the_events_of_a_reply_stay_but_not_its_request() -> None:
+    runs, writer = BackgroundRuns(), Writer()
+    runs.start("a", writer, one_event(), no_save, first=b"begin\n\n", keep_events=True, owner="o", size=1)
     assert [event async for event in runs.events("a", -1)] == [b"begin\n\n", b"end\n\n"]
     left = weakref.ref(writer)
     del writer

@@ -256,6 +256,43 @@ class TestNamedKeys:
         assert complete(server, "ann").status_code == 401
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 401
 
+    def test_a_response_belongs_to_its_key(self, server: EchoServer) -> None:
+        def status(method: str, path: str, key: str = "bob's", **body: Any) -> int:
+            content = {"json": body} if body else {}
+            return server.http.request(method, f"/v1/responses{path}", headers=bearer(key), **content).status_code
+
+        created = server.http.post(
+            "/v1/responses", json={"input": "x" * 500, "background": True}, headers=bearer("ann's")
+        )
+        response = created.json()["id"]
+        first = f"msg_{response.removeprefix('resp_')}_i0"
+        for key, found in (("bob's", 404), ("ann's", 200)):
+            assert status("GET", f"/{response}", key) == found
+            assert status("GET", f"/{response}/input_items", key) == found
+            assert status("POST", f"/{response}/cancel", key) == found
+            assert status("GET", f"/{response}?stream=true", key) == (404 if found == 404 else 400)
+            assert status("POST", "", key, input="a", max_output_tokens=1, previous_response_id=response) == found
+            reference = [{"type": "item_reference", "id": first}]
+            assert status("POST", "", key, input=reference, max_output_tokens=1) == found
+            assert status("DELETE", f"/{response}", key) == found
+
+    def test_no_dialect_shows_cached_tokens_that_are_hidden(self, server: EchoServer) -> None:
+        messages = [{"role": "user", "content": "a"}]
+        body = {"model": "default", "max_tokens": 1, "messages": messages}
+        usages = []
+        for key in ("ann's", "cyd's"):
+            usages += [
+                server.http.post("/v1/messages", json=body, headers=bearer(key)).json()["usage"],
+                server.http.post(
+                    "/v1/responses", json={"input": "a", "max_output_tokens": 1}, headers=bearer(key)
+                ).json()["usage"],
+            ]
+        ann, ann_too, cyd, cyd_too = usages
+        assert (ann["input_tokens"], ann["cache_read_input_tokens"]) == (len("user: a\n") - 2, 2)
+        assert (cyd["input_tokens"], cyd["cache_read_input_tokens"]) == (len("user: a\n"), None)
+        cached = [usage["input_tokens_details"]["cached_tokens"] for usage in (ann_too, cyd_too)]
+        assert cached == [2, 0]
+
     def test_the_priority_of_a_key_is_capped(self, server: EchoServer) -> None:
         assert complete(server, "bob's", priority=5).status_code == 200
         refused = complete(server, "bob's", priority=6)

@@ -389,6 +389,42 @@ def test_the_number_of_sessions_is_limited_and_in_the_metrics(server: EchoServer
     closed(server, opened(server))
 
 
+def test_stored_responses_keep_their_kv_and_make_room_for_sessions(server: EchoServer) -> None:
+    """Of the sessions that keep KV, those that clients have opened stay."""
+    mine = opened(server)
+    seen = turn(server, mine, "ab").json()["output_ids"]
+
+    def respond(text: str, **fields: Any) -> dict[str, Any]:
+        answer = post(server, "/v1/responses", {"input": text, "max_output_tokens": 2, **fields})
+        assert answer.status_code == 200, answer.text
+        response: dict[str, Any] = answer.json()
+        return response
+
+    def held() -> int:
+        info = server.http.get("/server_info", headers={"Authorization": "Bearer eve's"}).json()
+        states = [each for one in info["internal_states"] for each in one.get("replicas", [one])]
+        return sum(state["num_sessions"] for state in states)
+
+    respond("not stored", store=False)
+    assert held() == 1
+    first = respond("some words")
+    second = respond("more", previous_response_id=first["id"])
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] >= len("some words")
+    assert held() == 2
+    for response in (first, second):  # the last response of a session ends it
+        assert held() == 2
+        server.http.delete(f"/v1/responses/{response['id']}", headers={"Authorization": "Bearer ann's"})
+    assert held() == 1
+    responses = [respond(f"number {number}") for number in range(24)]  # more than there may be sessions
+    closed(server, opened(server))
+    post(server, "/v1/responses", {"input": "of bob", "max_output_tokens": 2}, "bob's")
+    again = turn(server, mine, "c").json()
+    assert again["output_ids"] == ORACLE.output([*b"ab", *seen, *b"c"], 3, 5, {FAKE_EOS})
+    for response in responses:
+        server.http.delete(f"/v1/responses/{response['id']}", headers={"Authorization": "Bearer ann's"})
+    closed(server, mine)
+
+
 def test_metrics_of_sessions() -> None:
     """A session that keeps its pages until a request needs the whole pool, and one that times out."""
 
