@@ -130,7 +130,10 @@ class BackgroundRuns:
         except Exception as error:  # a fault of the server
             logger.exception("A reply in the background failed")
             self._add(run, writer.failed(internal_error(error)))
-        await save()
+        try:
+            await save()
+        except RequestError as error:
+            logger.error("The end of a reply in the background cannot be stored: %s", error.message)
 
     def _add(self, run: _Run, written: bytes) -> None:
         if run.events is None:
