@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ MAX_RUNNING_BYTES_EACH = 16 * 2**20
 """Maximum bytes of the conversations of all replies that run, and those that each owner may have in any case."""
 
 MAX_EVENT_BYTES = 64 * 2**20
-"""Maximum bytes of all events that are kept for clients that come back."""
+"""Maximum bytes of all events that are kept for clients that come back; the owner with the most loses its oldest."""
 
 END = b"\n\n"
 
@@ -65,7 +65,8 @@ class BackgroundRuns:
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
-        self._bytes = 0
+        self._bytes: Counter[str] = Counter()
+        self._with_events: defaultdict[str, dict[str, _Run]] = defaultdict(dict)
         self._running: Counter[str] = Counter()
 
     def check_room(self, owner: str, size: int) -> None:
@@ -93,6 +94,8 @@ class BackgroundRuns:
         happens here if it fails or is cancelled; `owner`, `size`: see `check_room`."""
         run = self._runs[run_id] = _Run(owner, size, [] if keep_events else None, writer)
         self._running[owner] += size
+        if keep_events:
+            self._with_events[owner][run_id] = run
         self._add(run, first)
         run.task = asyncio.create_task(self._drive(run_id, run, writer, events, save))
 
@@ -131,20 +134,25 @@ class BackgroundRuns:
         except Exception as error:  # a fault of the server
             logger.exception("A reply in the background failed")
             self._add(run, writer.failed(internal_error(error)))
-        await save()
+        try:
+            await save()
+        except RequestError as error:
+            logger.error("The end of a reply in the background cannot be stored: %s", error.message)
 
     def _add(self, run: _Run, written: bytes) -> None:
         if run.events is None:
             return
         run.events += [event + END for event in written.split(END) if event]
-        self._bytes += len(written)
-        while self._bytes > MAX_EVENT_BYTES:
-            self._drop_events(next(one for one, other in self._runs.items() if other.events))
+        self._bytes[run.owner] += len(written)
+        while self._bytes.total() > MAX_EVENT_BYTES:
+            ((owner, _),) = self._bytes.most_common(1)
+            self._drop_events(next(iter(self._with_events[owner])))
         run.notify()
 
     def _drop_events(self, run_id: str) -> None:
         run = self._runs[run_id]
-        self._bytes -= sum(map(len, run.events or ()))
+        self._bytes[run.owner] -= sum(map(len, run.events or ()))
+        del self._with_events[run.owner][run_id]
         run.events = None
         run.notify()
         if run.done:
@@ -158,21 +166,10 @@ class BackgroundRuns:
     def has_events(self, run_id: str) -> bool:
         return run_id in self._runs and self._runs[run_id].events is not None
 
-    async def events(self, run_id: str, after: int) -> AsyncGenerator[bytes, None]:
-        """Yields the events of a reply that `has_events`, from number `after` + 1 on, until it ends. Raises
+    def events(self, run_id: str, after: int) -> AsyncGenerator[bytes, None]:
+        """Returns the events of a reply that `has_events`, from number `after` + 1 on, until it ends. They raise
         `RequestError` if they make room for others meanwhile."""
-        run, number = self._runs[run_id], max(after + 1, 0)
-        while True:
-            if run.events is None:
-                raise RequestError("the events of this response made room for others; retrieve it without stream")
-            new = run.events[number:]
-            if not new and run.done:
-                return
-            if not new:
-                await run.changed.wait()
-                continue
-            number += len(new)
-            yield b"".join(new)
+        return _events(self._runs[run_id], after + 1)
 
     async def cancel(self, run_id: str) -> None:
         """Ends a reply, if it runs, and waits until it has ended."""
@@ -188,3 +185,18 @@ class BackgroundRuns:
         """Drops the events of a reply that has ended."""
         if self.has_events(run_id):
             self._drop_events(run_id)
+
+
+async def _events(run: _Run, number: int) -> AsyncGenerator[bytes, None]:
+    number = max(number, 0)
+    while True:
+        if run.events is None:
+            raise RequestError("the events of this response made room for others; retrieve it without stream")
+        new = run.events[number:]
+        if not new and run.done:
+            return
+        if not new:
+            await run.changed.wait()
+            continue
+        number += len(new)
+        yield b"".join(new)

@@ -182,9 +182,14 @@ class Responses:
         )
 
     async def _plan(self, conversation: Conversation, body: ResponsesBody) -> PlannedReply:
+        """Plans the reply, after the conversation is made shorter if need be and the client wants that."""
         if body.truncation == "auto":
             conversation = await self._fitting(conversation)
-        return await self._conversations.plan(conversation)
+        planned = await self._conversations.plan(conversation)
+        if body.wants_logprobs and planned.plan.layout is not None:
+            # Only as the tokens arrive is it known whether they are text, and of which item.
+            planned = replace(planned, prompt=replace(planned.prompt, stream=True))
+        return planned
 
     async def _fitting(self, conversation: Conversation) -> Conversation:
         """Returns a conversation that fits the context: without its first exchanges, if need be. Each begins with a

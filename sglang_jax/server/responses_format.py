@@ -160,8 +160,9 @@ class ResponseWriter:
         return StreamStyle("text/event-stream", self.failed)
 
     def whole(self, outputs: Sequence[OutputDelta]) -> Response:
-        for step in self._steps(outputs[0]):
-            self._note(step)
+        for output in outputs:
+            for step in self._steps(output):
+                self._note(step)
         return json_response(self.response)
 
     def events(self, delta: OutputDelta) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sqlite3
 import time
 from collections import Counter
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_jax.errors import ConfigError, ParameterError, quote
-from sglang_jax.server.errors import ResponseNotFoundError
+from sglang_jax.server.errors import ResponseNotFoundError, StorageError
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -91,7 +94,8 @@ class ResponseStore:
     first.
 
     All methods run on one event loop; the database has a separate thread. `path`: a file, which no other server can use
-    meanwhile; None for memory. Raises `ConfigError` for a file that cannot be used.
+    meanwhile; None for memory. Raises `ConfigError` for a file that cannot be used. Every method may raise
+    `StorageError`.
     """
 
     def __init__(
@@ -110,8 +114,9 @@ class ResponseStore:
         self._used = 0
         try:
             self._thread.submit(self._open, path).result()
-        except sqlite3.Error as error:
-            why = "another process uses it" if error.sqlite_errorcode == sqlite3.SQLITE_BUSY else str(error)
+        except (sqlite3.Error, OSError) as error:
+            busy = isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY
+            why = "another process uses it" if busy else str(error)
             raise ConfigError(f"response_store {path} cannot be used: {why}") from error
 
     def _open(self, path: Path | None) -> None:
@@ -146,18 +151,22 @@ class ResponseStore:
             )
 
     async def _run(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except sqlite3.Error as error:
+            logger.error("The store of responses failed: %s", error)
+            raise StorageError(f"the server cannot use its store of responses ({error}); try again later") from error
 
     async def save(self, stored: StoredResponse) -> None:
         """Stores a response, or its new state."""
         await self._run(partial(self._save, stored))
 
     def _save(self, stored: StoredResponse) -> None:
-        self._forget(stored.id)
         self._used += 1
         size = len(stored.input) + len(stored.response)
+        before = self._size_of(stored.id)
         self._database.execute(
-            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 stored.id,
                 stored.owner,
@@ -171,18 +180,27 @@ class ResponseStore:
                 stored.response,
             ),
         )
-        self._bytes[stored.owner] += size
-        self._counts[stored.owner] += 1
+        self._count(before, -1)
+        self._count((stored.owner, size), 1)
         self._evict()
 
-    def _forget(self, response_id: str) -> bool:
-        row = self._database.execute("SELECT owner, size FROM responses WHERE id = ?", (response_id,)).fetchone()
-        if row is None:
-            return False
+    def _size_of(self, response_id: str) -> tuple[str, int] | None:
+        """Returns the owner and the bytes of a response; None if it is not stored."""
+        row: tuple[str, int] | None = self._database.execute(
+            "SELECT owner, size FROM responses WHERE id = ?", (response_id,)
+        ).fetchone()
+        return row
+
+    def _count(self, stored: tuple[str, int] | None, sign: int) -> None:
+        if stored is not None:
+            owner, size = stored
+            self._bytes[owner] += sign * size
+            self._counts[owner] += sign
+
+    def _forget(self, response_id: str) -> None:
+        stored = self._size_of(response_id)
         self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
-        self._bytes[row[0]] -= row[1]
-        self._counts[row[0]] -= 1
-        return True
+        self._count(stored, -1)
 
     def _evict(self) -> None:
         oldest = self._clock() - self._seconds

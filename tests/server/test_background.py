@@ -58,19 +58,20 @@ async def no_save() -> None:
 
 
 async def test_memory_for_replies_and_their_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAX_EVENT_BYTES", 20)
+    monkeypatch.setattr(background, "MAX_EVENT_BYTES", 25)
     monkeypatch.setattr(background, "MAX_RUNNING_BYTES", 100)
     monkeypatch.setattr(background, "MAX_RUNNING_BYTES_EACH", 10)
     runs = BackgroundRuns()
-    for name in "abc":
-        runs.start(name, Writer(), one_event(), no_save, first=b"begin\n\n", keep_events=True, owner="o", size=30)
+    for name, owner, size in (("mine", "me", 0), ("a", "o", 45), ("b", "o", 45)):
+        first = b"begin\n\n" if owner == "me" else b"beginning\n\n"
+        runs.start(name, Writer(), one_event(), no_save, first=first, keep_events=True, owner=owner, size=size)
     runs.check_room("o", 10)
     runs.check_room("other", 10)
     for owner, size in (("o", 11), ("other", 11)):
         with pytest.raises(BusyError, match="90 bytes, and 11 more"):
             runs.check_room(owner, size)
-    assert [event async for event in runs.events("c", -1)] == [b"begin\n\n", b"end\n\n"]
-    assert [runs.has_events(name) for name in "abc"] == [False, False, True]
+    assert [event async for event in runs.events("mine", -1)] == [b"begin\n\n", b"end\n\n"]
+    assert [runs.has_events(name) for name in ("mine", "a", "b")] == [True, False, False]  # the owner with the most
     runs.check_room("o", 100)  # all have ended
 
 

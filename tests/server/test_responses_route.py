@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from pydantic import TypeAdapter
 
 from sglang_jax.errors import ConfigError
-from sglang_jax.server.errors import ResponseNotFoundError
+from sglang_jax.server.errors import ResponseNotFoundError, StorageError
 from sglang_jax.server.responses_items import messages_of
 from sglang_jax.server.responses_store import ResponseStore, StoredResponse
 
@@ -136,6 +136,13 @@ def test_logprobs(server: EchoServer) -> None:
     found = whole["output"][0]["content"][0]["logprobs"]
     assert "".join(one["token"] for one in found).removesuffix("<256>") == "user: ab\n"
     assert stream(server, "ab", **fields)["output"][0]["content"][0]["logprobs"] == found
+
+
+def test_logprobs_of_a_reply_with_reasoning(thinking: EchoServer) -> None:
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
+    for answer in (ask, stream):
+        text = answer(thinking, "hm</think>\n\nso", **fields)["output"][1]["content"][0]
+        assert "".join(one["token"] for one in text["logprobs"]).removesuffix("<256>").endswith("so\n")
 
 
 def test_a_conversation_is_stored(server: EchoServer) -> None:
@@ -301,5 +308,15 @@ async def test_the_store_is_bounded_and_outlives_the_server(tmp_path: Path) -> N
     with pytest.raises(ResponseNotFoundError):
         await again.find("r1", "a")
     (tmp_path / "no database").write_bytes(b"x" * 4096)
-    with pytest.raises(ConfigError, match="cannot be used"):
-        ResponseStore(tmp_path / "no database", **limits)
+    for name in ("no database", "no folder/responses.db"):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            ResponseStore(tmp_path / name, **limits)
+
+
+async def test_a_disk_that_is_full_loses_no_response() -> None:
+    store = ResponseStore(None, most=4, most_bytes=10**6, seconds=100.0)
+    await store.save(stored(0, status="queued"))
+    await store._run(lambda: store._database.execute("PRAGMA max_page_count = 1"))
+    with pytest.raises(StorageError):
+        await store.save(stored(0, size=100_000))
+    assert (await store.find("r0", "a")).status == "queued"
