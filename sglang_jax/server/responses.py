@@ -290,7 +290,8 @@ class Responses:
         items = await asyncio.to_thread(lambda: _items_of(earlier) + last.input_items())
         ordered = items[::-1] if newest_first else items
         if after is not None:
-            place = next((number for number, item in enumerate(ordered) if item.get("id") == after), None)
+            # The last one: an item that is referred to twice has the same id twice, and pages must come to an end.
+            place = max((number for number, item in enumerate(ordered) if item.get("id") == after), default=None)
             if place is None:
                 raise ParameterError(f"after is {quote(after)}, which is not an item of this response", param="after")
             ordered = ordered[place + 1 :]

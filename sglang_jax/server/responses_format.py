@@ -194,7 +194,9 @@ class ResponseWriter:
 
     def cancel(self) -> None:
         self.response.status = "cancelled"
-        self.response.completed_at = None
+        for item in self.response.output[-1:]:
+            if item["status"] == "in_progress":
+                item["status"] = "incomplete"
 
     def _steps(self, delta: OutputDelta) -> Iterator[Step]:
         if self.wanted.logprobs and delta.logprobs:
