@@ -119,6 +119,9 @@ class WordTokenizer:
     def check_roles(self, roles: Sequence[object]) -> None:
         """Accepts every role."""
 
+    def marked(self, text: str) -> str:
+        return text
+
     def render_chat(self, messages: Sequence[dict[str, Any]], **more: Any) -> str:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
