@@ -77,7 +77,8 @@ def test_released_memory_is_freed_and_made_again(folders: dict[str, Path], backe
         assert memory(server, "resume", "weights").status_code == 200
         assert server.http.post("/generate", json=PROMPT).status_code == 503
         assert memory(server, "resume", "kv_cache").status_code == 200
-        assert (bytes_held(server), live_bytes(backend)) == (held, before)
+        assert bytes_held(server) == held
+        assert live_bytes(backend) <= before  # what other tests left may go meanwhile
         assert answer(server) == (old, pytest.approx(logprobs), 0)
         assert memory(server, "release").status_code == 200
         assert update(server, folders["second"]).status_code == 200
@@ -93,7 +94,7 @@ def live_bytes(backend: str) -> int:
     gc.collect()
     if backend == "jax":
         return sum(array.nbytes for array in jax.live_arrays())
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and not one.is_mkldnn]
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_mkldnn]
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
