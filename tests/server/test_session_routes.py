@@ -417,11 +417,13 @@ def test_stored_responses_keep_their_kv_and_make_room_for_sessions(server: EchoS
     assert held() == 1
     responses = [respond(f"number {number}") for number in range(24)]  # more than there may be sessions
     closed(server, opened(server))
-    post(server, "/v1/responses", {"input": "of bob", "max_output_tokens": 2}, "bob's")
+    of_bob = post(server, "/v1/responses", {"input": "of bob", "max_output_tokens": 2}, "bob's").json()
     again = turn(server, mine, "c").json()
     assert again["output_ids"] == ORACLE.output([*b"ab", *seen, *b"c"], 3, 5, {FAKE_EOS})
     for response in responses:
         server.http.delete(f"/v1/responses/{response['id']}", headers={"Authorization": "Bearer ann's"})
+    server.http.delete(f"/v1/responses/{of_bob['id']}", headers={"Authorization": "Bearer bob's"})
+    assert held() == 1
     closed(server, mine)
 
 
