@@ -79,6 +79,7 @@ def named_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EchoServer]
         cyd={"key": "cyd's", "tokens_per_minute": 60, "hide_cached_tokens": True},
         dan={"key": "dan's", "share_cache": True},
         eve={"key": "eve's", "share_cache": True, "admin": True},
+        fay={"key": "fay's", "hide_cached_tokens": True},
     )
     with serve_echo(model_path="echo:0.02", api_keys=keys) as server:
         yield server
@@ -280,17 +281,17 @@ class TestNamedKeys:
         messages = [{"role": "user", "content": "a"}]
         body = {"model": "default", "max_tokens": 1, "messages": messages}
         usages = []
-        for key in ("ann's", "cyd's"):
+        for key in ("ann's", "fay's"):
             usages += [
                 server.http.post("/v1/messages", json=body, headers=bearer(key)).json()["usage"],
                 server.http.post(
                     "/v1/responses", json={"input": "a", "max_output_tokens": 1}, headers=bearer(key)
                 ).json()["usage"],
             ]
-        ann, ann_too, cyd, cyd_too = usages
+        ann, ann_too, fay, fay_too = usages
         assert (ann["input_tokens"], ann["cache_read_input_tokens"]) == (len("user: a\n") - 2, 2)
-        assert (cyd["input_tokens"], cyd["cache_read_input_tokens"]) == (len("user: a\n"), None)
-        cached = [usage["input_tokens_details"]["cached_tokens"] for usage in (ann_too, cyd_too)]
+        assert (fay["input_tokens"], fay["cache_read_input_tokens"]) == (len("user: a\n"), None)
+        cached = [usage["input_tokens_details"]["cached_tokens"] for usage in (ann_too, fay_too)]
         assert cached == [2, 0]
 
     def test_the_priority_of_a_key_is_capped(self, server: EchoServer) -> None:
