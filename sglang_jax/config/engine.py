@@ -108,6 +108,11 @@ class EngineConfig(BaseModel):
         KVCacheDtype.AUTO,
         description="dtype of the KV cache; auto: the same as --dtype",
     )
+    enable_deterministic_inference: bool = Field(
+        False,
+        description="the same logits, bit for bit, whatever else runs and however a prompt is cut, cached, retracted "
+        "or drafted; slower",
+    )
     tp_size: PositiveInt = Field(1, description="number of devices that share each layer (tensor parallelism)")
     dp_size: PositiveInt = Field(
         1, description="number of replicas on this machine, each on separate devices (data parallelism)"
