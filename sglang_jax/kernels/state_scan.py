@@ -69,6 +69,24 @@ def _one_token(inputs: ScanInputs, states: jax.Array) -> tuple[jax.Array, jax.Ar
     return _einsum("rhk,rhkv->rhv", inputs.queries, states), states
 
 
+def scan_tokens(inputs: ScanInputs, states: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+    """`scan` one token after the other, for all sequences at once: a token's result does not depend on the chunk that
+    it is in. Takes time in proportion to the longest chunk."""
+    count = len(states)
+    starts, ends = rows.query_starts[:-1], rows.query_starts[1:]
+
+    def tokens(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        outputs, states = carry
+        places = jnp.minimum(starts + number, len(outputs) - 1)
+        found, after = _one_token(jax.tree.map(lambda x: x[places], inputs), states)
+        own = starts + number < ends
+        # The places of other sequences are written past the end.
+        outputs = outputs.at[jnp.where(own, places, len(outputs))].set(found, mode="drop")
+        return outputs, jnp.where(own.reshape(count, 1, 1, 1), after, states)
+
+    return lax.fori_loop(0, jnp.max(ends - starts), tokens, (jnp.zeros_like(inputs.values), states))
+
+
 def scan_drafts(
     inputs: ScanInputs, outputs: jax.Array, states: jax.Array, pool: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:

@@ -53,7 +53,8 @@ class Attention(nnx.Module):
         kv_heads = [(Axis.KV_HEADS, config.num_kv_heads), head]
         self.query_norm = _norm_of(config.qk_norm, heads, dtype, Part.QUERY_NORM)
         self.key_norm = _norm_of(config.qk_norm, kv_heads, dtype, Part.KEY_NORM)
-        self.together = options.implementation.for_tpu and not (config.qk_norm is not None and config.qk_norm.whole)
+        whole = config.qk_norm is not None and config.qk_norm.whole
+        self.together = options.implementation.for_tpu and not options.implementation.fixed and not whole
         one_a_head = [(Axis.HEADS, config.num_heads)]
         self.sinks = parameter(one_a_head, jnp.dtype(jnp.float32), Part.SINKS) if config.sinks else None
         scales = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.KEY_OR_VALUE, 2)]

@@ -15,6 +15,7 @@ from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.feed_forward import ACTIVATIONS
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.parameter import Parameter, matmul, parameter
@@ -31,7 +32,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         self.config = config
-        self.for_tpu = options.implementation.for_tpu
+        self.for_tpu, self.tile_rows = options.implementation.for_tpu, options.implementation.tile_rows
         self.dtype, experts = options.dtype, (Axis.EXPERTS, config.num_experts)
         hidden, inner = (Axis.HIDDEN, options.hidden_size), (Axis.INTERMEDIATE, config.size)
 
@@ -61,7 +62,7 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`. Padding chooses no expert."""
         config = self.config
-        logits = matmul(x.astype(jnp.float32), self.router[...])
+        logits = in_tiles(self._route, x.astype(jnp.float32), self.tile_rows)
         if self.router_bias is not None:
             logits = logits + self.router_bias[...]
         correction = None if self.correction is None else self.correction[...]
@@ -69,16 +70,23 @@ class Experts(nnx.Module):
         weights = self._weights()
         widened = self.for_tpu and weights.widened
         products = ExpertProducts.of(config, len(x), for_tpu=self.for_tpu, widened=widened)
-        multiply = partial(multiply_experts, products, gate=self._gated)
+        if self.tile_rows is not None:
+            products = ExpertProducts.TILES
+        multiply = partial(multiply_experts, products, gate=self._gated, tile=self.tile_rows)
         found = _on_each_device(multiply, x.astype(self.dtype), weights, choice)
         if self.down_bias is not None:
-            found = found + matmul(choice.by_expert(config.num_experts), self.down_bias[...])
+            scores = choice.by_expert(config.num_experts)
+            biases = self.down_bias[...]
+            found = found + in_tiles(lambda scores: matmul(scores, biases), scores, self.tile_rows)
         if self.shared is not None:
             found = found + self.shared(x)
         if memory.expert_tokens is not None:
             chosen = choice.tokens_of(config.num_experts)
             memory = replace(memory, expert_tokens=_add_to_words(memory.expert_tokens, chosen))
         return found.astype(x.dtype), memory
+
+    def _route(self, x: jax.Array) -> jax.Array:
+        return matmul(x, self.router[...])
 
     def _weights(self) -> ExpertWeights:
         further = (self.gate_bias, self.up_bias, self.gate_scales, self.up_scales, self.down_scales)
@@ -104,7 +112,7 @@ class SharedExpert(nnx.Module):
         self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), options)
         one = [*hidden, (Axis.ONE, 1)]
         self.router = parameter(one, _FLOAT32, Part.SHARED_ROUTER) if config.shared_gate else None
-        self.activation = config.activation
+        self.activation, self.tile_rows = config.activation, options.implementation.tile_rows
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[T, hidden]` → float32 `[T, hidden]`."""
@@ -113,7 +121,9 @@ class SharedExpert(nnx.Module):
         found = self.down(activated * gate_up[:, 1], of_outputs=True).astype(jnp.float32)
         if self.router is None:
             return found
-        return found * jax.nn.sigmoid(matmul(x.astype(jnp.float32), self.router[...]))
+        router = self.router[...]
+        gate = in_tiles(lambda x: matmul(x, router), x.astype(jnp.float32), self.tile_rows)
+        return found * jax.nn.sigmoid(gate)
 
 
 def choose_experts(

@@ -16,6 +16,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProducts, no_blocks
@@ -177,7 +178,7 @@ class Transformer(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`."""
         with jax.named_scope("head"):
-            logits = self.head.multiply(hidden)
+            logits = in_tiles(self.head.multiply, hidden, self.attention.tile_rows)
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         if self.config.logit_cap is not None:

@@ -17,12 +17,15 @@ class Paged(Protocol):
 
 
 def ways_to_compute(lengths: Sequence[int], most: int, seed: int) -> Iterator[list[Step]]:
-    """Steps that compute all tokens of sequences: each sequence alone and whole, alone in single tokens, and all
-    together in chunks of random length, of at most `most` tokens in a step. Decode rows come first."""
+    """Steps that compute all tokens of sequences: each sequence alone and whole; its last tokens one by one, alone or
+    with the others; and all together in chunks of random length, of at most `most` tokens in a step. Decode rows come
+    first."""
     yield [{row: length} for row, length in enumerate(lengths)]
-    yield [{row: 1} for row, length in enumerate(lengths) for _ in range(length)]
+    begins = [{row: length - 4} for row, length in enumerate(lengths)]
+    yield [*begins, *({row: 1} for row in range(len(lengths)) for _ in range(4))]
+    yield [*begins, *[dict.fromkeys(range(len(lengths)), 1)] * 4]
     rng = np.random.default_rng(seed)
-    for largest in (2, 9, most):
+    for largest in (3, most):
         left, steps = dict(enumerate(lengths)), []
         while left:
             room, step = most, {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers.family_cases import EXPERTS, FAMILIES, HYBRIDS, LATENT, prompts
@@ -19,7 +18,14 @@ MOST = 48
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "numba"),
-    [("gemma2", False), ("gpt_oss", False), ("qwen2_moe", True), ("qwen3_5", False), ("mamba2", False), ("deepseek_v3", False)],
+    [
+        ("gemma2", False),
+        ("gpt_oss", False),
+        ("qwen2_moe", True),
+        ("qwen3_5", False),
+        ("mamba2", False),
+        ("deepseek_v3", False),
+    ],
 )
 def test_logits_do_not_depend_on_the_step(name: str, numba: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     case = CASES[name]
