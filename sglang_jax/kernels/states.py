@@ -50,7 +50,7 @@ def convolve_states(
     if implementation.for_tpu:
         kernel = partial(_convolve_in_place, weight, bias, implementation.checked)
         return _draft_by_draft(kernel, x, pool, rows)
-    return convolve_with_pool(x, weight, bias, pool, rows)
+    return convolve_with_pool(x, weight, bias, pool, rows, implementation.tile_rows)
 
 
 def _convolve_in_place(

@@ -62,11 +62,7 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`. Padding chooses no expert."""
         config = self.config
-        logits = in_tiles(self._route, x.astype(jnp.float32), self.tile_rows)
-        if self.router_bias is not None:
-            logits = logits + self.router_bias[...]
-        correction = None if self.correction is None else self.correction[...]
-        choice = choose_experts(config, logits, correction, step.padding)
+        choice = ExpertChoice(*in_tiles(self._choose, (x, step.padding), self.tile_rows))
         weights = self._weights()
         widened = self.for_tpu and weights.widened
         products = ExpertProducts.of(config, len(x), for_tpu=self.for_tpu, widened=widened)
@@ -85,8 +81,15 @@ class Experts(nnx.Module):
             memory = replace(memory, expert_tokens=_add_to_words(memory.expert_tokens, chosen))
         return found.astype(x.dtype), memory
 
-    def _route(self, x: jax.Array) -> jax.Array:
-        return matmul(x, self.router[...])
+    def _choose(self, tokens: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The fields of an `ExpertChoice` for tokens `[T, hidden]`, of which some are padding, bool `[T]`."""
+        x, padding = tokens
+        logits = matmul(x.astype(jnp.float32), self.router[...])
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...]
+        correction = None if self.correction is None else self.correction[...]
+        choice = choose_experts(self.config, logits, correction, padding)
+        return choice.experts, choice.scores
 
     def _weights(self) -> ExpertWeights:
         further = (self.gate_bias, self.up_bias, self.gate_scales, self.up_scales, self.down_scales)
@@ -116,14 +119,15 @@ class SharedExpert(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[T, hidden]` → float32 `[T, hidden]`."""
+        return in_tiles(self._outputs, x, self.tile_rows)
+
+    def _outputs(self, x: jax.Array) -> jax.Array:
         gate_up = self.gate_up(x)
         activated = ACTIVATIONS[self.activation](gate_up[:, 0].astype(jnp.float32)).astype(x.dtype)
         found = self.down(activated * gate_up[:, 1], of_outputs=True).astype(jnp.float32)
         if self.router is None:
             return found
-        router = self.router[...]
-        gate = in_tiles(lambda x: matmul(x, router), x.astype(jnp.float32), self.tile_rows)
-        return found * jax.nn.sigmoid(gate)
+        return found * jax.nn.sigmoid(matmul(x.astype(jnp.float32), self.router[...]))
 
 
 def choose_experts(

@@ -29,7 +29,7 @@ from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
-from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
+from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.rotary import apply_rotary
 
 _TOKENS_PER_BLOCK = 64
@@ -68,24 +68,31 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`. Writes the step's latent vectors into the pages."""
         assert memory.pages is not None, "a layer with attention"
+        tile_rows = self.implementation.tile_rows
+        plain, queries, cached = in_tiles(self._inputs, (x, step.rotary), tile_rows)
+        values, kv_pages = attend_latents(
+            self.implementation,
+            self.config,
+            (plain, queries),
+            cached,
+            (self.key_up[...], self.value_up[...]),
+            memory.pages,
+            step.batch,
+        )
+        return in_tiles(self.output, values, tile_rows), replace(memory, pages=kv_pages)
+
+    def _inputs(self, tokens: tuple[jax.Array, RotaryTables | None]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries without and with rotation, and what is cached, of tokens `[T, hidden]` with their rotation."""
+        x, rotary = tokens
         of_queries = x
         if self.query_latent is not None and self.query_latent_norm is not None:
             of_queries = self.query_latent_norm(self.query_latent(x))
         plain = self.query(of_queries)
         queries, keys = self.query_rotated(of_queries), self.key_rotated(x)[:, None]
-        if step.rotary is not None:
-            queries, keys = apply_rotary(queries, *step.rotary), apply_rotary(keys, *step.rotary)
+        if rotary is not None:
+            queries, keys = apply_rotary(queries, *rotary), apply_rotary(keys, *rotary)
         latent = self.latent_norm(self.latent(x))[:, None]
-        values, kv_pages = attend_latents(
-            self.implementation,
-            self.config,
-            (plain, queries),
-            jnp.concatenate([latent, keys], axis=-1),
-            (self.key_up[...], self.value_up[...]),
-            memory.pages,
-            step.batch,
-        )
-        return self.output(values), replace(memory, pages=kv_pages)
+        return plain, queries, jnp.concatenate([latent, keys], axis=-1)
 
 
 def attend_latents(

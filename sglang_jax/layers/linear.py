@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
-from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.matrix import matrix_for
 from sglang_jax.layers.parameter import Sizes, parameter
 from sglang_jax.layers.part import PartOptions
@@ -28,13 +26,9 @@ class Linear(nnx.Module):
         self.matrix = matrix_for(inputs, outputs, parts, options)
         self.bias = parameter(outputs, options.dtype, *parts, kind=ParameterKind.BIAS) if bias else None
         self.outputs = tuple(size for _, size in outputs)
-        self.tile_rows = options.implementation.tile_rows
 
     def __call__(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """`of_outputs`: see `Matrix.multiply`."""
-        return in_tiles(partial(self._multiply, of_outputs=of_outputs), x, self.tile_rows)
-
-    def _multiply(self, x: jax.Array, *, of_outputs: bool) -> jax.Array:
         product = self.matrix.multiply(x, of_outputs=of_outputs).reshape(x.shape[0], *self.outputs)
         if self.bias is not None:
             product = product + self.bias[...].astype(jnp.float32)

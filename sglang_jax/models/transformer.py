@@ -152,7 +152,7 @@ class Transformer(nnx.Module):
             tables = None if attention is None else rotary[attention.rope, attention.rotary_dim]
             step = LayerStep(own, tables)
             x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, step, written[number])
-        hidden, _ = self.final_norm.add(x, residual)
+        hidden = in_tiles(lambda both: self.final_norm.add(*both)[0], (x, residual), self.attention.tile_rows)
         return hidden, tuple(written)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
@@ -178,7 +178,10 @@ class Transformer(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`."""
         with jax.named_scope("head"):
-            logits = in_tiles(self.head.multiply, hidden, self.attention.tile_rows)
+            return in_tiles(self._logits, hidden, self.attention.tile_rows)
+
+    def _logits(self, hidden: jax.Array) -> jax.Array:
+        logits = self.head.multiply(hidden)
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         if self.config.logit_cap is not None:
