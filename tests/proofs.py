@@ -117,6 +117,7 @@ PROOFS = (
     smoke("fair_prefill", "--seconds 20", HOST),
     smoke("grammar_host", "--rows 8 --steps 20", HOST),
     smoke("host_step", covers=HOST),
+    smoke("page_frees", "--turns 5", HOST),
     smoke("prefix_cache", covers=HOST),
     smoke("replicas", "routing sleep", HOST),
     smoke("stream_host", "--seconds 1", HOST),
