@@ -35,7 +35,7 @@ class AnsweringServer(FakeServer):
         if text is None:
             return JSONResponse({"error": {"message": "the queue is full"}}, status_code=503)
         said = {"message": {"content": text}} if chat else {"text": text}
-        return JSONResponse({"choices": [said], "usage": {"completion_tokens": 3}})
+        return Response(json.dumps({"choices": [said], "usage": {"completion_tokens": 3}}))
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def test_gsm8k_is_scored_over_a_server(problems: Path, capsys: pytest.CaptureFix
 
     def answer(prompt: str) -> str | None:
         n = int(re.findall(r"What is (\d+)", prompt)[-1])
-        return [f" It is {n + 1000}.00", f" {n}, so\n#### 1,{n:03}", " I do not know.", f" {n + 1}", None][n % 5]
+        return [f" It is {n + 1000}.00", f" {n}, so\n#### 1,{n:03}", " I do not know. \ud800", f" {n + 1}", None][n % 5]
 
     with served(answer) as server:
         url = f"http://127.0.0.1:{server.port}"

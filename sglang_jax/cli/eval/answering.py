@@ -68,7 +68,7 @@ async def _post(client: httpx2.AsyncClient, path: str, body: Mapping[str, Any]) 
         choice = answer["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         return Reply(str(text or ""), int((answer.get("usage") or {}).get("completion_tokens") or 0))
-    except httpx2.TransportError as error:
+    except httpx2.RequestError as error:
         return Reply(error=describe(error))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return Reply(error=f"the answer of {path} could not be read: {describe(error)}")

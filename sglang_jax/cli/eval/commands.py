@@ -131,9 +131,18 @@ def _evaluate(task: Task, evaluation: EvalConfig, engine: EngineConfig, *, chat:
         settings = evaluation.model_dump(mode="json", exclude={"api_key"})
         if evaluation.base_url is None:
             settings["engine"] = engine.model_dump(mode="json")
-        line = {**settings, **asdict(asking), **figures(task, answers, results)}
-        json_file.write_text(json.dumps(line, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        content = {**settings, **asdict(asking), **figures(task, answers, results)}
+        _write(json_file, content)
     return SOME_FAILED if errors else ALL_ANSWERED
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    try:
+        # A server's answer may have half of a surrogate pair, whose escape is the same in JSON.
+        file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"--json {file} cannot be written: {error.strerror}") from error
 
 
 async def _ask_server(
