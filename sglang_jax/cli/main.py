@@ -16,6 +16,7 @@ from sglang_jax.cli.cache_report import cache_report
 from sglang_jax.cli.chat import chat
 from sglang_jax.cli.check import check
 from sglang_jax.cli.convert import convert
+from sglang_jax.cli.eval.commands import eval_gsm8k, eval_mmlu
 from sglang_jax.cli.generate import generate
 from sglang_jax.cli.options import fields_as_flags, flag_name, with_dashes
 from sglang_jax.cli.program import INTERRUPTED
@@ -64,6 +65,11 @@ def bench() -> None:
     """Measure throughput, latency and accuracy."""
 
 
+@cli.group("eval", cls=CommandGroup)
+def evaluate() -> None:
+    """Score a model's answers to published questions."""
+
+
 cli.add_command(serve)
 cli.add_command(chat)
 cli.add_command(generate)
@@ -74,7 +80,9 @@ cli.add_command(cache_report)
 bench.add_command(bench_accuracy, "accuracy")
 bench.add_command(bench_offline, "offline")
 bench.add_command(bench_serving, "serving")
-for command in (cli, bench, *cli.commands.values(), *bench.commands.values()):
+evaluate.add_command(eval_gsm8k, "gsm8k")
+evaluate.add_command(eval_mmlu, "mmlu")
+for command in (cli, *cli.commands.values(), *bench.commands.values(), *evaluate.commands.values()):
     # click creates a command's help option once, with the names of the first context.
     command.context_settings.setdefault("help_option_names", list(HELP))
     command.get_help_option(click.Context(command, help_option_names=list(HELP)))

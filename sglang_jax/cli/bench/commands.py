@@ -18,7 +18,7 @@ import httpx2
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tqdm import tqdm
 
-from sglang_jax.cli.bench.load import Api, Target, call, open_client, run_load
+from sglang_jax.cli.bench.load import Api, Target, call, first_model, open_client, run_load
 from sglang_jax.cli.bench.metrics import (
     RequestRecord,
     append_json_line,
@@ -127,7 +127,7 @@ async def _measure(
     """Runs the load. Returns records, and duration in seconds. `pairs`: of a file, None for generated prompts."""
     environment = Environment()
     async with open_client(load.url, load.api_key or environment.api_key) as client:
-        model = load.model or (await call(client, "GET", "/v1/models"))["data"][0]["id"]
+        model = load.model or await first_model(client)
         if pairs is None:
             vocab_size = await _vocab_size(client, load)
             conversations = make_workload(workload, vocab_size)
