@@ -33,7 +33,9 @@ def scan_states(
     compute = scan_tokens if implementation.fixed else scan
     outputs, states = compute(inputs, first.read(pool).astype(jnp.float32), first)
     pool = first.write(pool, states)
-    return (outputs, pool) if rows.drafts is None else scan_drafts(inputs, outputs, states, pool, rows)
+    if rows.drafts is None:
+        return outputs, pool
+    return scan_drafts(inputs, outputs, states, pool, rows, fixed=implementation.fixed)
 
 
 def convolve_states(

@@ -171,7 +171,11 @@ class Transformer(nnx.Module):
         return {
             (rope, head_dim): None
             if rope is None
-            else tables(RotaryScaling(rope, head_dim, self.config.max_position), positions)
+            else in_tiles(
+                partial(tables, RotaryScaling(rope, head_dim, self.config.max_position)),
+                positions,
+                self.attention.tile_rows,
+            )
             for rope, head_dim in kinds
         }
 
