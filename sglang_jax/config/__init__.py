@@ -30,7 +30,7 @@ from sglang_jax.config.choices import (
     chosen_passes,
 )
 from sglang_jax.config.engine import EngineConfig, PositiveInt
-from sglang_jax.config.environment import Environment, TpuEnvironment, VisibleDevices
+from sglang_jax.config.environment import Environment, OtherEnvironment, TpuEnvironment, VisibleDevices
 from sglang_jax.config.keys import MIN_GROUP_SECRET, check_key, read_secret_file
 from sglang_jax.config.server import ServerConfig
 
@@ -55,6 +55,7 @@ __all__ = [
     "LogLevel",
     "MambaDtype",
     "ModelImpl",
+    "OtherEnvironment",
     "PositiveInt",
     "ReasoningParser",
     "SamplingDefaults",

@@ -29,7 +29,7 @@ from sglang_jax.config.choices import (
     WeightQuantization,
     chosen_passes,
 )
-from sglang_jax.config.environment import Environment
+from sglang_jax.config.environment import Environment, OtherEnvironment
 from sglang_jax.config.keys import MIN_GROUP_SECRET, read_secret_file
 from sglang_jax.errors import ConfigError
 
@@ -38,6 +38,11 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 def _as_text(path: object) -> object:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def _debug_memory() -> bool:
+    given = Environment().debug_memory
+    return OtherEnvironment.read().debug_memory_pool if given is None else given
 
 
 WARMUP = (
@@ -306,7 +311,7 @@ class EngineConfig(BaseModel):
         description="folder that /start_profile writes to (JAX: also gs://); default: profiling is off",
     )
     test_retract: PositiveInt | None = Field(
-        None,
+        default_factory=lambda: OtherEnvironment.read().steps_between_retractions,
         description="for tests: retract a running request every N steps; default: never",
     )
     test_evict: PositiveInt | None = Field(
@@ -314,7 +319,7 @@ class EngineConfig(BaseModel):
         description="for tests: evict every unused cached prefix every N steps; default: never",
     )
     debug_memory: bool = Field(
-        default_factory=lambda: Environment().debug_memory,
+        default_factory=_debug_memory,
         description="check the owner of every KV page at every step; on TPUs, also compile address checks into kernels "
         "(slow)",
     )
