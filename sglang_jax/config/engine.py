@@ -35,6 +35,13 @@ from sglang_jax.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
+MAX_WEIGHT_VERSION = 128
+"""Maximum characters of the name of a version of the weights, which every reply repeats."""
+
+WeightVersion = Annotated[str, Field(min_length=1, max_length=MAX_WEIGHT_VERSION)]
+
+DEFAULT_WEIGHT_VERSION = "default"
+
 
 def _as_text(path: object) -> object:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
@@ -72,6 +79,10 @@ class EngineConfig(BaseModel):
     )
     allow_special_tokens_in_content: bool = Field(
         False, description="treat control tokens spelled out in chat messages as control tokens, not as text"
+    )
+    weight_version: WeightVersion = Field(
+        DEFAULT_WEIGHT_VERSION,
+        description=f"name of this version of the weights, in replies; at most {MAX_WEIGHT_VERSION} characters",
     )
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
     model_impl: ModelImpl = Field(

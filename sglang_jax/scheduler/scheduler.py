@@ -118,6 +118,7 @@ class Scheduler:
         )
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
+        self.weight_version = config.weight_version
         self.paused = False
         self.released: frozenset[MemoryTag] = frozenset()
         self._pages_checked_at = 0
@@ -297,9 +298,11 @@ class Scheduler:
         self._runner.resume_memory(weights=MemoryTag.WEIGHTS in back, kv=MemoryTag.KV_CACHE in back)
         self.released -= back
 
-    def load_weights(self, model_path: str) -> None:
-        """Replaces the weights, also released ones. Raises as `Runner.load_weights`."""
+    def load_weights(self, model_path: str, version: str | None = None) -> None:
+        """Replaces the weights, also released ones, and the name of their version unless it is None. Raises as
+        `Runner.load_weights`."""
         self._runner.load_weights(model_path)
+        self.weight_version = self.weight_version if version is None else version
         self.released -= {MemoryTag.WEIGHTS}
 
     def step(self) -> None:

@@ -166,6 +166,7 @@ class StepLog:
             num_sessions_timed_out=scheduler.sessions.num_timed_out,
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,
+            weight_version=scheduler.weight_version,
             groups=self._groups() if self._names_groups() else [],
             experts=list(experts),
         )
