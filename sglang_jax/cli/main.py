@@ -25,7 +25,7 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.config.suggestions import did_you_mean
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.spellings import COMMANDS, SAMPLING_FIELDS
+from sglang_jax.spellings import COMMANDS, REFUSED, SAMPLING_FIELDS, refusal
 
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
@@ -121,10 +121,13 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     field = _field_of(error.option_name)
     if SAMPLING_FIELDS.get(field, field) in _SAMPLING:
         return f"{error.option_name} is a sampling parameter: set it in requests, or pass it to generate or chat"
+    others = [name for option in options if option.hidden for name in _long_names(option)]
+    if any(name in REFUSED for name in others) and (reason := refusal(field)) is not None:
+        return f"{error.option_name} is {reason}"
     meant = did_you_mean(
         field,
         [name for option in options if not option.hidden for name in _long_names(option)],
-        others=[name for option in options if option.hidden for name in _long_names(option)],
+        others=others,
         show=lambda name: f"'{flag_name(name)}'",
     )
     return f"No such option '{error.option_name}'." + (f" D{meant[1:]}" if meant else "")

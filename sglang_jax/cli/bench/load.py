@@ -314,6 +314,7 @@ async def send(
         record.error = describe(error)
     except (KeyError, TypeError, ValueError) as error:
         record.error = f"an event of {dialogue.path} could not be read: {describe(error)}"
+    record.text = reply.text
     record.prompt_tokens = reply.prompt_tokens
     record.cached_tokens = reply.cached_tokens
     record.output_tokens = len(record.chunks) if reply.tokens is None else reply.tokens
