@@ -22,7 +22,9 @@ def in_tiles(function: Callable[[Any], Any], x: Any, rows: int | None) -> Any:
         return function(x)
     tokens = len(jax.tree.leaves(x)[0])
     tiles = -(-tokens // rows)
-    padded = jax.tree.map(lambda each: _padded(each, tiles * rows), x)
+    # Room for two tiles at least: the compiler moves work on all rows out of a loop, and fuses it with other work.
+    room = max(tiles, 2) * rows
+    padded = jax.tree.map(lambda each: _padded(each, room), x)
 
     def tile(number: jax.Array, found: Any) -> Any:
         part = jax.tree.map(lambda each: lax.dynamic_slice_in_dim(each, number * rows, rows), padded)
@@ -31,7 +33,7 @@ def in_tiles(function: Callable[[Any], Any], x: Any, rows: int | None) -> Any:
         )
 
     of_tile = jax.eval_shape(lambda: function(jax.tree.map(lambda each: each[:rows], padded)))
-    empty = jax.tree.map(lambda each: jnp.zeros((tiles * rows, *each.shape[1:]), each.dtype), of_tile)
+    empty = jax.tree.map(lambda each: jnp.zeros((room, *each.shape[1:]), each.dtype), of_tile)
     # With a number of tiles that the compiler does not know, a single tile is a loop too.
     count = lax.optimization_barrier(jnp.int32(tiles))
     return jax.tree.map(lambda each: each[:tokens], lax.fori_loop(0, count, tile, empty))
