@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from sglang_jax.architectures.model_config import cache_groups
+from sglang_jax.architectures.model_config import ModelConfig, cache_groups
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
@@ -47,6 +47,12 @@ _ATTENTION = {
     AttentionBackend.PALLAS: AttentionImplementation.PALLAS,
     AttentionBackend.REFERENCE: AttentionImplementation.REFERENCE,
 }
+
+_FIXED = {
+    AttentionBackend.XLA: AttentionImplementation.XLA_FIXED,
+    AttentionBackend.PALLAS: AttentionImplementation.PALLAS_FIXED,
+}
+"""The same for results that do not depend on the batch."""
 _KV_DTYPES = {
     KVCacheDtype.FLOAT8_E4M3: jnp.dtype(jnp.float8_e4m3fn),
     KVCacheDtype.INT8: jnp.dtype(jnp.int8),
@@ -96,6 +102,8 @@ class JaxBackend:
             TensorParallel.of(each.config, config.tp_size)  # refuses a model that cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
         attention = choose_attention(config, devices[0])
+        if attention is AttentionImplementation.PALLAS_FIXED:
+            _refuse_on_tpu(models.main.config)
         return cls(config, devices, make_mesh(devices), select_dtype(config.dtype, devices[0]), attention)
 
     @property
@@ -193,6 +201,17 @@ def _block_products(
     return products if keeps_blocks(needed, room) else no_blocks
 
 
+def _refuse_on_tpu(model: ModelConfig) -> None:
+    """Raises `ConfigError` for layers whose kernels for TPUs may depend on the batch."""
+    windows = any(attention.window is not None for attention in model.attention)
+    if windows or model.keeps_states:
+        what = "sliding windows" if windows else "recurrent states"
+        raise ConfigError(
+            f"enable_deterministic_inference does not support layers with {what} on TPUs yet: their kernels begin where "
+            "a chunk begins"
+        )
+
+
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
     """The attention implementation of the options; `auto` is the Pallas kernels on a TPU, and XLA's operations
     elsewhere. With `debug_memory`, kernels check addresses. Raises `ConfigError` for an implementation that this
@@ -210,8 +229,15 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
         raise ConfigError(f"attention_backend pallas needs a TPU, the device is a {device.platform}: choose auto")
     if backend is AttentionBackend.PALLAS:
         chip_of(device.device_kind)
-        if config.debug_memory:
-            return AttentionImplementation.PALLAS_CHECKED
+    if config.enable_deterministic_inference:
+        if backend not in _FIXED:
+            raise ConfigError(
+                f"attention_backend {backend.value} may depend on the batch, which enable_deterministic_inference "
+                "excludes: choose auto"
+            )
+        return _FIXED[backend]
+    if backend is AttentionBackend.PALLAS and config.debug_memory:
+        return AttentionImplementation.PALLAS_CHECKED
     return _ATTENTION[backend]
 
 

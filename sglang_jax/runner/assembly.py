@@ -20,6 +20,7 @@ from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.determinism import refuse_with_determinism
 from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.plan import RunnerSpec
@@ -62,6 +63,7 @@ def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
     refuse_with_states(config, checkpoint.config)
     refuse_with_latents(config, checkpoint.config)
     refuse_without_experts(config, checkpoint.config)
+    refuse_with_determinism(config, checkpoint.config)
     return Models(checkpoint, open_draft(config, checkpoint), quantization_of(config, checkpoint))
 
 

@@ -91,8 +91,10 @@ def ragged_paged_attention(
         case AttentionImplementation.XLA_FIXED:
             return xla_attention_in_fixed_blocks(queries, kv_pages, batch, scale=scale, options=options)
         case _:
-            checked = implementation.checked
-            return pallas_attention(queries, kv_pages, batch, scale=scale, options=options, checked=checked)
+            checked, fixed = implementation.checked, implementation.fixed
+            return pallas_attention(
+                queries, kv_pages, batch, scale=scale, options=options, checked=checked, fixed=fixed
+            )
 
 
 def plan_writes(
