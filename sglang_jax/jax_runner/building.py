@@ -207,8 +207,8 @@ def _refuse_on_tpu(model: ModelConfig) -> None:
     if windows or model.keeps_states:
         what = "sliding windows" if windows else "recurrent states"
         raise ConfigError(
-            f"enable_deterministic_inference does not support layers with {what} on TPUs yet: their kernels begin where "
-            "a chunk begins"
+            f"enable_deterministic_inference does not support layers with {what} on TPUs yet: their kernels begin "
+            "where a chunk begins"
         )
 
 
