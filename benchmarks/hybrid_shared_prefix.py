@@ -46,6 +46,15 @@ MODEL: dict[str, Any] = {
 }
 
 
+def write_model(folder: Path, **fields: Any) -> None:
+    """Writes the config, with other values for `fields`, and a tokenizer of bytes; the weights are random."""
+    (folder / "config.json").write_text(json.dumps({**MODEL, **fields}))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(f"{folder}/tokenizer.json")
+
+
 def prompts(shared: bool) -> list[list[int]]:
     """Prompt k is in group `k % GROUPS`; without sharing, no two prompts share a prefix."""
     random = np.random.default_rng(7)
@@ -97,11 +106,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.save(f"{folder}/tokenizer.json")
+        write_model(Path(folder))
         rows = [
             measure(Path(folder), arguments.backend, arguments.page_size, shared=shared, cache=cache)
             for shared in (True, False)
