@@ -26,9 +26,15 @@ class OtherFlag:
 
 
 def _flags(section: str) -> Mapping[str, OtherFlag]:
-    """The options of a section by name, in alphabetical order."""
-    names = sorted((name, note) for note, names in _FILE[section].items() for name in names)
+    """The options of a section by name, in alphabetical order, without its families."""
+    names = sorted((name, note) for note, names in _FILE[section].items() for name in names if not name.endswith("*"))
     return {name.removesuffix("="): OtherFlag(note, takes_value=name.endswith("=")) for name, note in names}
+
+
+def _families(section: str) -> Mapping[str, OtherFlag]:
+    """The families of a section by the start of their names, in alphabetical order."""
+    names = sorted((name, note) for note, names in _FILE[section].items() for name in names if name.endswith("*"))
+    return {name.removesuffix("*"): OtherFlag(note) for name, note in names}
 
 
 ALIASES: Mapping[str, Sequence[str]] = _FILE["aliases"]
@@ -52,8 +58,19 @@ NEEDLESS: Mapping[str, OtherFlag] = _flags("without_effect")
 REFUSED: Mapping[str, OtherFlag] = _flags("refused")
 """Options for features that this engine does not have."""
 
+REFUSED_FAMILIES: Mapping[str, OtherFlag] = _families("refused")
+"""Families of such options, by the start of their names. No option of this engine is in one."""
+
 BENCHMARK_REFUSED: Mapping[str, OtherFlag] = _flags("refused_by_benchmarks")
 """The same for options of benchmarks that measure a server."""
+
+VARIABLES: Mapping[str, str] = _FILE["environment"]
+"""Environment variables of other engines that `config.environment` reads, and what they are the same as."""
+
+NEEDLESS_VARIABLES: Mapping[str, str] = {
+    name: note for note, names in _FILE["environment_without_effect"].items() for name in names
+}
+"""Environment variables of other engines that have no effect, and notes on the behaviour."""
 
 SAMPLING_FIELDS: Mapping[str, str] = _FILE["sampling"]
 """Other engines' names of fields of `SamplingParams`, and their names here."""
@@ -76,6 +93,13 @@ _FIELD_OF = {alias: field for field, aliases in ALIASES.items() for alias in ali
 def canonical(name: str) -> str:
     """Returns the engine's field for an alias, or `name` itself."""
     return _FIELD_OF.get(name, name)
+
+
+def refusal(name: str) -> str | None:
+    """Returns the reason for which an option is refused, by its name or its family; None if it is not."""
+    if name in REFUSED:
+        return REFUSED[name].note
+    return next((family.note for start, family in REFUSED_FAMILIES.items() if name.startswith(start)), None)
 
 
 def value_named(enum: str, value: str) -> str:

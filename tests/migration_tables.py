@@ -14,13 +14,16 @@ from sglang_jax.spellings import (
     ALIASES,
     BENCHMARK_REFUSED,
     NEEDLESS,
+    NEEDLESS_VARIABLES,
     OTHER_ALIASES,
     REFUSED,
+    REFUSED_FAMILIES,
     REFUSED_VALUES,
     SAMPLING_ELSEWHERE,
     SAMPLING_FIELDS,
     SHORT_FLAGS,
     VALUES,
+    VARIABLES,
     OtherFlag,
 )
 
@@ -72,6 +75,11 @@ def notes(flags: Iterable[tuple[str, OtherFlag]]) -> Iterator[Row]:
         yield code(flag_name(name)), other.note
 
 
+def families() -> Iterator[tuple[str, OtherFlag]]:
+    for start, family in REFUSED_FAMILIES.items():
+        yield f"{start}*", family
+
+
 def sampling() -> Iterator[Row]:
     for name, ours in SAMPLING_FIELDS.items():
         yield code(name), code(ours)
@@ -87,8 +95,9 @@ TABLES = {
     "values": lambda: values(),
     "benchmarks": lambda: benchmarks(),
     "without effect": lambda: notes(NEEDLESS.items()),
-    "refused": lambda: notes(REFUSED.items()),
+    "refused": lambda: notes(sorted([*REFUSED.items(), *families()])),
     "refused values": lambda: refused_values(),
+    "environment": lambda: ((code(name), note) for name, note in ({**VARIABLES, **NEEDLESS_VARIABLES}).items()),
     "sampling": lambda: sampling(),
     "sampling elsewhere": lambda: sampling_elsewhere(),
 }

@@ -42,6 +42,8 @@ STARTS = (
     "sglang_jax.cli.bench.accuracy.start_engine",
     "sglang_jax.cli.bench.commands.start_engine",
     "sglang_jax.cli.bench.commands._measure",
+    "sglang_jax.cli.eval.commands.start_engine",
+    "sglang_jax.cli.eval.commands._ask_server",
     "sglang_jax.cli.cache_report._ask",
     "sglang_jax.checkpoint.open_checkpoint",
     "tpu.check.require_compiler",
@@ -51,10 +53,12 @@ STARTS = (
 """The calls that commands make after parsing: to start a server, an engine or a model, or to reach another machine."""
 
 FILES = {
-    "facts.jsonl": {"prompt": "one", "choices": ["two", "three"], "answer": 0},
-    "ShareGPT_V3_unfiltered_cleaned_split.json": [
-        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}
-    ],
+    "facts.jsonl": json.dumps({"prompt": "one", "choices": ["two", "three"], "answer": 0}),
+    "ShareGPT_V3_unfiltered_cleaned_split.json": json.dumps(
+        [{"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}]
+    ),
+    "test.jsonl": '{"question": "one", "answer": "#### 1"}\n' * 6,
+    "mmlu/test/virology_test.csv": "one,two,three,four,five,A\n" * 6,
 }
 """Files that commands read before that."""
 
@@ -79,7 +83,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         module, _, attribute = name.rpartition(".")
         monkeypatch.setattr(import_module(module), attribute, start)
     for name, content in FILES.items():
-        (tmp_path / name).write_text(json.dumps(content))
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
 
 
@@ -131,7 +136,7 @@ def test_a_command_is_parsed(command: Command, capsys: pytest.CaptureFixture[str
 def test_pages_have_commands_of_every_program() -> None:
     assert len(READ) > 60
     subcommands = {each.words[1] for each in READ if each.words[0] == "sglang-jax" and len(each.words) > 1}
-    assert subcommands >= {"serve", "chat", "generate", "batch", "bench", "convert", "check", "cache-report"}
+    assert subcommands >= {"serve", "chat", "generate", "batch", "bench", "eval", "convert", "check", "cache-report"}
     assert any("ray" in each.words for each in READ)
 
 

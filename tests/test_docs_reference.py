@@ -21,6 +21,7 @@ from helpers.scheduling import Bench
 from prometheus_client.metrics_core import Metric
 
 from sglang_jax import Engine, SamplingParams, errors
+from sglang_jax.architectures import CacheKind
 from sglang_jax.batch.served import record as batch_record
 from sglang_jax.batch.served.routes import serve_batches
 from sglang_jax.cli.main import cli
@@ -287,17 +288,22 @@ def test_the_metrics_are_those_of_the_server(context: ServerContext) -> None:
 
 def test_the_log_lines_are_those_of_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    bench = Bench(rows=2, options={"decode_log_interval": 1})
-    bench.add([1, 2, 3], 4)
+    bench = Bench(pages=4, rows=2, options={"decode_log_interval": 1, "schedule_conservativeness": 0.01})
+    bench.add([1, 2, 3], 8)
+    bench.add([2, 2, 3], 8)
     bench.run()
+    slots = Bench(pages=40, more=((CacheKind.STATE, 1),), rows=2)
+    slots.add([1, 2, 3], 1)
+    slots.add([2, 2, 3], 1)
+    slots.scheduler.step()  # the last line is of a prefill step, and names its two pools
 
     def shape(line: str) -> str:
-        return re.sub(r"[\d.]+", "N", line)
+        return re.sub(r"[\d.]+|True|False", "N", line)
 
-    shapes = {shape(line) for line in caplog.messages}
-    shown = re.findall(r"^(?:Prefill|Decode) batch.*$", OPERATIONS, re.MULTILINE)
-    assert {shape(line) for line in shown} == shapes
-    figures = set(re.findall(r"(#[a-z-]+|token usage|gen throughput)", "\n".join(shown)))
+    shown = re.findall(r"^(?:Prefill batch|Decode batch|KV cache pool|State slots).*$", OPERATIONS, re.MULTILINE)
+    assert {shape(line) for line in shown} == {shape(line) for line in caplog.messages[:-1]}
+    words = r"(#[a-z_-]+|(?<!full )token usage|mamba num|cuda graph|gen throughput)"
+    figures = set(re.findall(words, "\n".join(shown)))
     described = {
         name for row in table_rows(section(OPERATIONS, "## Logs")) for name in re.findall(r"`([^`]+)`", row[0])
     }

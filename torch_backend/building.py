@@ -71,7 +71,14 @@ class TorchBackend:
         heads = dict.fromkeys(form for model, shard in shards for form in shard.head_forms(model))
         form = CpuForm(dtype, kv_form.keys, tuple(heads))
         latents = any(each.config.keeps_latents for each in models.all)
-        kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder(), latents=latents)
+        kernels = choose_kernels(
+            config.attention_backend,
+            device,
+            form,
+            config.cache_folder(),
+            latents=latents,
+            fixed=config.enable_deterministic_inference,
+        )
         return cls(config, device, dtype, kv_form, kernels, parallel)
 
     @property
@@ -111,6 +118,7 @@ class TorchBackend:
             states=self.kernels.states,
             parallel=self.parallel,
             encodings=encodings_of(checkpoint, quantization),
+            fixed=self.config.enable_deterministic_inference,
         )
 
     def _unloaded(
@@ -122,9 +130,11 @@ class TorchBackend:
 
         def load() -> None:
             layout = load_weights(model, reader, config, quantization=quantization)
-            if layout is not None:
-                with torch.inference_mode():
+            with torch.inference_mode():
+                if layout is not None:
                     layout.measure()
+                if model.fixed:
+                    model.fix_rows()
 
         in_8_bits = matrices_in_8_bits(model, config)
         return UnloadedModel(config, model.shard, kv_form, model, weight_bytes(model), load, in_8_bits)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from sglang_jax.errors import how_to_install
+from torch_backend.attention.fixed import ChunksOnly, DecodeRowsOnly
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, HeadForm
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
@@ -42,6 +43,13 @@ class CpuKernels:
     operations: Operations
     attention: AttentionImplementation
     block_matrices: BlockMatrices | None
+    prompts: bool
+    """Whether chunks have kernels too."""
+
+    @property
+    def fixed_attention(self) -> AttentionImplementation:
+        """Attention in which a token's result does not depend on the other tokens of a step."""
+        return ChunksOnly(self.attention) if self.prompts else DecodeRowsOnly(self.attention)
 
 
 class CpuKernelsError(Exception):
@@ -89,6 +97,7 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
             CpuAttention(compiler, form.dtype, form.heads, prompts),
             block_matrix.BlockProducts(compiler) if multiplies else None,
+            prompts is not None,
         )
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError
         raise CpuKernelsError(f"numba cannot compile them ({error})") from error

@@ -13,12 +13,13 @@ import torch
 
 from sglang_jax.config import AttentionBackend
 from sglang_jax.errors import ConfigError, how_to_install
+from torch_backend.attention.fixed import BlockAttention, ChunksOnly
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 from torch_backend.layers.blocks import BlockMatrices
-from torch_backend.native_operations import NativeOperations
+from torch_backend.native_operations import EvenOperations, NativeOperations
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.operations import Operations
 from torch_backend.recurrent.interface import StateImplementation
@@ -45,6 +46,9 @@ _OF_TRITON = (AttentionBackend.TRITON, AttentionBackend.SAGE)
 """Triton kernels. They depend on the dtype of keys: `sage` names the same kernels with int8 keys."""
 
 
+_NOT_FIXED = (AttentionBackend.REFERENCE, AttentionBackend.FLASHINFER)
+"""Attention whose sums may depend on other sequences or on chunks."""
+
 _MAX_NAMED = 6
 
 
@@ -64,17 +68,24 @@ class Kernels:
     def capturable(self) -> bool:
         """Whether a decode step reads nothing on the host; attention without Triton reads its lengths there."""
         if self.attention_name is AttentionBackend.SAGE:
-            return not isinstance(self.attention, NativeAttention)
+            return not isinstance(self.attention, NativeAttention | BlockAttention)
         return self.attention_name is AttentionBackend.TRITON
 
 
 def choose_kernels(
-    wanted: AttentionBackend, device: torch.device, form: CpuForm, cache_folder: Path, *, latents: bool = False
+    wanted: AttentionBackend,
+    device: torch.device,
+    form: CpuForm,
+    cache_folder: Path,
+    *,
+    latents: bool = False,
+    fixed: bool = False,
 ) -> Kernels:
     """Chooses Triton kernels on a GPU, and on a CPU compiled kernels for a model of `form`, cached in `cache_folder`,
     or torch operations. `wanted`: the attention backend. `auto` falls back to torch operations, with a log line, on a
-    CPU without compiled kernels, and for a model with latent attention (`latents`), which has no kernels yet. Raises
-    `ConfigError` for an attention backend that the device or the model does not support."""
+    CPU without compiled kernels, and for a model with latent attention (`latents`), which has no kernels yet. `fixed`:
+    a token's results must not depend on the other tokens of a step. Raises `ConfigError` for an attention backend that
+    the device or the model does not support."""
     known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
     name = known[0] if wanted is AttentionBackend.AUTO else wanted
     if name not in known:
@@ -90,8 +101,13 @@ def choose_kernels(
         if wanted is AttentionBackend.AUTO:
             name = AttentionBackend.NATIVE
             logger.info("Latent attention is computed by torch operations: there are no kernels of its own yet")
+    if fixed and name in _NOT_FIXED:
+        raise ConfigError(
+            f"attention_backend {name.value} may depend on the batch, which enable_deterministic_inference excludes: "
+            f"choose {known[0].value}, or auto"
+        )
     if device.type == "cpu":
-        return _on_cpu(name, wanted, form, cache_folder)
+        return _on_cpu(name, wanted, form, cache_folder, fixed=fixed)
     # Imported here, because a machine without a GPU needs no Triton.
     from torch_backend.attention.triton import TritonAttention
     from torch_backend.kernels.chip import Chip
@@ -101,11 +117,15 @@ def choose_kernels(
 
     chip = Chip.of(device)
     operations, sampler = TritonOperations(chip.dependent_launches), TritonSampler()
+    states = NativeStates(fixed=True) if fixed else TritonStates()
     if name is AttentionBackend.FLASHINFER:
-        return Kernels(_flashinfer(device, form), name, operations, sampler, states=TritonStates())
+        return Kernels(_flashinfer(device, form), name, operations, sampler, states=states)
     if name not in _OF_TRITON:
-        return Kernels(_attention_without_kernels(name), name, operations, sampler)
-    return Kernels(TritonAttention(chip), name, operations, sampler, states=TritonStates())
+        return Kernels(
+            _attention_without_kernels(name, fixed=fixed), name, operations, sampler, states=NativeStates(fixed=fixed)
+        )
+    attention = TritonAttention(chip)
+    return Kernels(ChunksOnly(attention) if fixed else attention, name, operations, sampler, states=states)
 
 
 def refuse_sinks(name: AttentionBackend, layers: Sequence[int]) -> None:
@@ -117,7 +137,10 @@ def refuse_sinks(name: AttentionBackend, layers: Sequence[int]) -> None:
         )
 
 
-def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cache_folder: Path) -> Kernels:
+def _on_cpu(
+    name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cache_folder: Path, *, fixed: bool
+) -> Kernels:
+    states = NativeStates(fixed=fixed)
     if name is AttentionBackend.NUMBA:
         try:
             compiled = make_cpu_kernels(form, cache_folder)
@@ -127,8 +150,10 @@ def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cac
             logger.info("Torch operations instead of CPU kernels: %s", error)
             name = AttentionBackend.NATIVE
         else:
-            return Kernels(compiled.attention, name, compiled.operations, NativeSampler(), compiled.block_matrices)
-    return Kernels(_attention_without_kernels(name), name, NativeOperations(), NativeSampler())
+            attention = compiled.fixed_attention if fixed else compiled.attention
+            return Kernels(attention, name, compiled.operations, NativeSampler(), compiled.block_matrices, states)
+    operations = EvenOperations() if fixed else NativeOperations()
+    return Kernels(_attention_without_kernels(name, fixed=fixed), name, operations, NativeSampler(), states=states)
 
 
 def _flashinfer(device: torch.device, form: CpuForm) -> AttentionImplementation:
@@ -140,5 +165,7 @@ def _flashinfer(device: torch.device, form: CpuForm) -> AttentionImplementation:
     return FlashInferAttention(import_module("flashinfer"), device)
 
 
-def _attention_without_kernels(name: AttentionBackend) -> AttentionImplementation:
+def _attention_without_kernels(name: AttentionBackend, *, fixed: bool) -> AttentionImplementation:
+    if fixed:
+        return BlockAttention()
     return ReferenceAttention() if name is AttentionBackend.REFERENCE else NativeAttention()

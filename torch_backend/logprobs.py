@@ -23,10 +23,11 @@ class Logprobs:
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> Logprobs:
     """Log-softmax of `logits` float32 `[n, vocab]` at `tokens` int32 `[n]`, and at the `alternatives` most likely
     tokens."""
-    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-    chosen = logits.gather(1, tokens.clamp(min=0).long()[:, None]) - normaliser
-    top, ids = torch.topk(logits, min(alternatives, logits.shape[1]), dim=-1)
-    return Logprobs(chosen[:, 0], ids.to(torch.int32), top - normaliser)
+    # Not `logsumexp`, whose sums depend on the number of rows.
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, tokens.clamp(min=0).long()[:, None])
+    top, ids = torch.topk(logprobs, min(alternatives, logits.shape[1]), dim=-1)
+    return Logprobs(chosen[:, 0], ids.to(torch.int32), top)
 
 
 def prompt_logprobs(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from torch_backend.elementwise import evenly
 from torch_backend.kv_pages import LARGEST_INT8, KVPages
 from torch_backend.operations import HeadNorms, Rotation
 from torch_backend.parallel import TensorParallel
@@ -66,6 +68,18 @@ class NativeOperations:
         else:
             _write_integers(kv.values, scales.values, slots, values.float())
         return rotated.narrow(1, 0, heads).to(qkv.dtype).contiguous()
+
+
+class EvenOperations(NativeOperations):
+    """The same, where a token's result does not depend on its place in the step: see `evenly`."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return evenly(functional.silu, gate.float()).mul_(up).to(gate_up.dtype)
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return evenly(partial(functional.gelu, approximate="tanh"), gate.float()).mul_(up).to(gate_up.dtype)
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

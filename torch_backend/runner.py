@@ -54,21 +54,23 @@ _SHORT_PROMPT = 16
 @dataclass(frozen=True, slots=True)
 class DeviceOutputs:
     """Results of a step in host memory: tokens int32 and logprobs of the sequences that sample, and the logprobs of
-    each of the plan's requests for prompt logprobs."""
+    each of the plan's requests for prompt logprobs. `replayed`: see `StepResult`."""
 
     tokens: torch.Tensor | None
     logprobs: Logprobs | None
     prompt_logprobs: tuple[Logprobs, ...]
+    replayed: bool
 
 
 @dataclass(slots=True)
 class _Forwarded:
     """The state between the two parts of a step: its inputs and the logits of the sequences that sample, on the device,
-    and logprobs of prompts, already copied to the host."""
+    and logprobs of prompts, already copied to the host. `replayed`: see `StepResult`."""
 
     inputs: StepInputs
     logits: torch.Tensor | None
     prompt_logprobs: tuple[Logprobs, ...]
+    replayed: bool
 
 
 @dataclass(slots=True)
@@ -99,9 +101,8 @@ class TorchStep:
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _of_all_sequences(outputs.logprobs, plan)
         of_prompts = tuple(_on_host(found) for found in outputs.prompt_logprobs)
-        return restore_rows(
-            self.flat, StepResult(*one_each(tokens, plan.samples), logprobs, of_prompts), self.max_samples
-        )
+        found = StepResult(*one_each(tokens, plan.samples), logprobs, of_prompts, outputs.replayed)
+        return restore_rows(self.flat, found, self.max_samples)
 
 
 def _on_host(found: Logprobs) -> TopLogprobs:
@@ -401,10 +402,12 @@ class TorchRunner:
             self._apply_deltas(deltas)
             deltas = deltas[:0]
             self._drafter.propose(wanted, partial(self._sample_drafts, needs))
-        inputs, hidden = self._hidden(flat, deltas)
+        bucket = None if self._graphs is None else self._graphs.bucket(plan)
+        inputs, hidden = self._hidden(flat, deltas, bucket)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
         found = tuple(self._prompt_logprobs(plan, inputs, wanted, hidden) for wanted in plan.prompt_logprobs)
-        return _Forwarded(inputs, logits, tuple(self._logprobs_to_host(part) for part in found))
+        found_on_host = tuple(self._logprobs_to_host(part) for part in found)
+        return _Forwarded(inputs, logits, found_on_host, bucket is not None)
 
     def _sample_part(
         self, flat: FlatPlan, forwarded: _Forwarded, needs: Needs, masks: TokenMasks | None
@@ -419,6 +422,7 @@ class TorchRunner:
             None if tokens is None else self._stream.to_host(tokens),
             None if logprobs is None else self._logprobs_to_host(logprobs),
             forwarded.prompt_logprobs,
+            forwarded.replayed,
         )
 
     def _settle_states(self, flat: FlatPlan, inputs: StepInputs, reported: torch.Tensor) -> None:
@@ -437,10 +441,10 @@ class TorchRunner:
     ) -> torch.Tensor:
         return sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)
 
-    def _hidden(self, flat: FlatPlan, deltas: PageDeltas) -> tuple[StepInputs, torch.Tensor]:
-        """Returns the step's inputs on the device, and hidden states of its tokens."""
+    def _hidden(self, flat: FlatPlan, deltas: PageDeltas, bucket: Bucket | None) -> tuple[StepInputs, torch.Tensor]:
+        """Returns the step's inputs on the device, and hidden states of its tokens. `bucket`: the captured step to
+        replay, None for none."""
         plan, draft_numbers = flat.plan, flat.draft_numbers
-        bucket = None if self._graphs is None else self._graphs.bucket(plan)
         if self._graphs is not None and bucket is not None:
             if len(deltas.rows) > self._graphs.layouts[bucket].deltas:
                 self._apply_deltas(deltas)

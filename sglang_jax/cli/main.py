@@ -16,6 +16,7 @@ from sglang_jax.cli.cache_report import cache_report
 from sglang_jax.cli.chat import chat
 from sglang_jax.cli.check import check
 from sglang_jax.cli.convert import convert
+from sglang_jax.cli.eval.commands import eval_gsm8k, eval_mmlu
 from sglang_jax.cli.generate import generate
 from sglang_jax.cli.options import fields_as_flags, flag_name, with_dashes
 from sglang_jax.cli.program import INTERRUPTED
@@ -24,7 +25,7 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.config.suggestions import did_you_mean
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.spellings import COMMANDS, SAMPLING_FIELDS
+from sglang_jax.spellings import COMMANDS, REFUSED, SAMPLING_FIELDS, refusal
 
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
@@ -64,6 +65,11 @@ def bench() -> None:
     """Measure throughput, latency and accuracy."""
 
 
+@cli.group("eval", cls=CommandGroup)
+def evaluate() -> None:
+    """Score a model's answers to published questions."""
+
+
 cli.add_command(serve)
 cli.add_command(chat)
 cli.add_command(generate)
@@ -74,7 +80,9 @@ cli.add_command(cache_report)
 bench.add_command(bench_accuracy, "accuracy")
 bench.add_command(bench_offline, "offline")
 bench.add_command(bench_serving, "serving")
-for command in (cli, bench, *cli.commands.values(), *bench.commands.values()):
+evaluate.add_command(eval_gsm8k, "gsm8k")
+evaluate.add_command(eval_mmlu, "mmlu")
+for command in (cli, *cli.commands.values(), *bench.commands.values(), *evaluate.commands.values()):
     # click creates a command's help option once, with the names of the first context.
     command.context_settings.setdefault("help_option_names", list(HELP))
     command.get_help_option(click.Context(command, help_option_names=list(HELP)))
@@ -113,10 +121,13 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     field = _field_of(error.option_name)
     if SAMPLING_FIELDS.get(field, field) in _SAMPLING:
         return f"{error.option_name} is a sampling parameter: set it in requests, or pass it to generate or chat"
+    others = [name for option in options if option.hidden for name in _long_names(option)]
+    if any(name in REFUSED for name in others) and (reason := refusal(field)) is not None:
+        return f"{error.option_name} is {reason}"
     meant = did_you_mean(
         field,
         [name for option in options if not option.hidden for name in _long_names(option)],
-        others=[name for option in options if option.hidden for name in _long_names(option)],
+        others=others,
         show=lambda name: f"'{flag_name(name)}'",
     )
     return f"No such option '{error.option_name}'." + (f" D{meant[1:]}" if meant else "")

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sglang_jax import logs
-from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig, LogFormat, ServerConfig
+from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig, LogFormat, OtherEnvironment, ServerConfig
 from sglang_jax.config.suggestions import did_you_mean, value_not_implemented
 from sglang_jax.spellings import (
     ALIASES,
@@ -30,6 +30,7 @@ from sglang_jax.spellings import (
     REFUSED,
     SHORT_FLAGS,
     OtherFlag,
+    refusal,
     refused_value,
 )
 
@@ -93,6 +94,8 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
             try:
                 for keyword, model in models.items():
                     built[keyword] = _build(model, given[keyword], config, from_file)
+                if any(issubclass(model, EngineConfig) for model in models.values()):
+                    _notes().extend(OtherEnvironment.read().notes())
             finally:
                 _print_notes(built.values())
             return command(**built, **parameters)
@@ -218,9 +221,13 @@ def _hidden_option(
 
 
 def _note(name: str, flag: OtherFlag) -> None:
-    """Keeps a note for `_print_notes`, because the log format is not known yet."""
-    notes = click.get_current_context().meta.setdefault(NOTES, [])
-    notes.append(f"{name} has no effect: {flag.note}")
+    _notes().append(f"{name} has no effect: {flag.note}")
+
+
+def _notes() -> list[str]:
+    """The notes for `_print_notes`, which are kept because the log format is not known yet."""
+    notes: list[str] = click.get_current_context().meta.setdefault(NOTES, [])
+    return notes
 
 
 def _print_notes(configs: Iterable[BaseModel]) -> None:
@@ -302,8 +309,8 @@ def read_config_file(path: Path, known: list[str], field_of: Mapping[str, str]) 
         name = str(key).replace("-", "_")
         field = name if name in known else field_of.get(name, name)
         if field not in known:
-            if name in REFUSED:
-                raise click.UsageError(f"--config {path}: {name} is {REFUSED[name].note}")
+            if (reason := refusal(name)) is not None:
+                raise click.UsageError(f"--config {path}: {name} is {reason}")
             if name in NEEDLESS:
                 _note(f"--config {path}: {name}", NEEDLESS[name])
                 continue

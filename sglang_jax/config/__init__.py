@@ -29,13 +29,14 @@ from sglang_jax.config.choices import (
     WeightQuantization,
     chosen_passes,
 )
-from sglang_jax.config.engine import EngineConfig, PositiveInt
-from sglang_jax.config.environment import Environment, TpuEnvironment, VisibleDevices
+from sglang_jax.config.engine import DEFAULT_WEIGHT_VERSION, EngineConfig, PositiveInt, WeightVersion
+from sglang_jax.config.environment import Environment, OtherEnvironment, TpuEnvironment, VisibleDevices
 from sglang_jax.config.keys import MIN_GROUP_SECRET, check_key, read_secret_file
 from sglang_jax.config.server import ServerConfig
 
 __all__ = [
     "ALWAYS_RUN",
+    "DEFAULT_WEIGHT_VERSION",
     "MIN_GROUP_SECRET",
     "PASS_SUMMARIES",
     "AttentionBackend",
@@ -55,6 +56,7 @@ __all__ = [
     "LogLevel",
     "MambaDtype",
     "ModelImpl",
+    "OtherEnvironment",
     "PositiveInt",
     "ReasoningParser",
     "SamplingDefaults",
@@ -66,6 +68,7 @@ __all__ = [
     "VisibleDevices",
     "Warmup",
     "WeightQuantization",
+    "WeightVersion",
     "check_key",
     "chosen_passes",
     "read_secret_file",

@@ -40,6 +40,19 @@ class Dtype(Choice):
     FLOAT32 = "float32"
 
 
+class Determinism(Choice):
+    """What a request's logits may depend on, beside its own tokens.
+
+    - `NONE`: on the other requests of a batch, on chunks and on cached prefixes, by the rounding of sums.
+    - `BATCH`: on the options of the engine and the machine.
+    - `TP`: as `BATCH`, but not on the number of devices that share a layer.
+    """
+
+    NONE = "none"
+    BATCH = "batch"
+    TP = "tp"
+
+
 class LoadFormat(Choice):
     AUTO = "auto"
     SAFETENSORS = "safetensors"

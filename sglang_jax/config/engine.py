@@ -29,15 +29,27 @@ from sglang_jax.config.choices import (
     WeightQuantization,
     chosen_passes,
 )
-from sglang_jax.config.environment import Environment
+from sglang_jax.config.environment import Environment, OtherEnvironment
 from sglang_jax.config.keys import MIN_GROUP_SECRET, read_secret_file
 from sglang_jax.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
+MAX_WEIGHT_VERSION = 128
+"""Maximum characters of the name of a version of the weights, which every reply repeats."""
+
+WeightVersion = Annotated[str, Field(min_length=1, max_length=MAX_WEIGHT_VERSION)]
+
+DEFAULT_WEIGHT_VERSION = "default"
+
 
 def _as_text(path: object) -> object:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def _debug_memory() -> bool:
+    given = Environment().debug_memory
+    return OtherEnvironment.read().debug_memory_pool if given is None else given
 
 
 WARMUP = (
@@ -67,6 +79,10 @@ class EngineConfig(BaseModel):
     )
     allow_special_tokens_in_content: bool = Field(
         False, description="treat control tokens spelled out in chat messages as control tokens, not as text"
+    )
+    weight_version: WeightVersion = Field(
+        DEFAULT_WEIGHT_VERSION,
+        description=f"name of this version of the weights, in replies; at most {MAX_WEIGHT_VERSION} characters",
     )
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
     model_impl: ModelImpl = Field(
@@ -107,6 +123,11 @@ class EngineConfig(BaseModel):
     kv_cache_dtype: KVCacheDtype = Field(
         KVCacheDtype.AUTO,
         description="dtype of the KV cache; auto: the same as --dtype",
+    )
+    enable_deterministic_inference: bool = Field(
+        False,
+        description="the same logits, bit for bit, whatever else runs and however a prompt is cut, cached, retracted "
+        "or drafted; slower",
     )
     tp_size: PositiveInt = Field(1, description="number of devices that share each layer (tensor parallelism)")
     dp_size: PositiveInt = Field(
@@ -306,7 +327,7 @@ class EngineConfig(BaseModel):
         description="folder that /start_profile writes to (JAX: also gs://); default: profiling is off",
     )
     test_retract: PositiveInt | None = Field(
-        None,
+        default_factory=lambda: OtherEnvironment.read().steps_between_retractions,
         description="for tests: retract a running request every N steps; default: never",
     )
     test_evict: PositiveInt | None = Field(
@@ -314,7 +335,7 @@ class EngineConfig(BaseModel):
         description="for tests: evict every unused cached prefix every N steps; default: never",
     )
     debug_memory: bool = Field(
-        default_factory=lambda: Environment().debug_memory,
+        default_factory=_debug_memory,
         description="check the owner of every KV page at every step; on TPUs, also compile address checks into kernels "
         "(slow)",
     )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from sglang_jax.errors import ConfigError
+from sglang_jax.spellings import NEEDLESS_VARIABLES, VARIABLES
 
 
 class Environment(BaseSettings):
@@ -16,10 +20,49 @@ class Environment(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_", hide_input_in_errors=True)
 
-    debug_memory: bool = False
+    debug_memory: bool | None = None
     api_key: str | None = None
     admin_api_key: str | None = None
     group_secret: str | None = None
+
+
+class OtherEnvironment(BaseSettings):
+    """Variables of another engine that mean the same here, or have no effect (`[environment]` in `spellings.toml`)."""
+
+    model_config = SettingsConfigDict(env_prefix="SGLANG_", hide_input_in_errors=True)
+
+    debug_memory_pool: bool = False
+    test_retract: bool = False
+    test_retract_interval: int = Field(3, ge=1)
+    test_retract_no_prefill_bs: str | None = None
+
+    @classmethod
+    def read(cls) -> OtherEnvironment:
+        """Raises `ConfigError` with the name of a variable that has no valid value."""
+        try:
+            return cls()
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"{_variable(str(first['loc'][0]))}: {first['msg']}, got {first['input']!r}") from error
+
+    @property
+    def steps_between_retractions(self) -> int | None:
+        """The value of `test_retract`."""
+        return self.test_retract_interval if self.test_retract else None
+
+    def notes(self) -> list[str]:
+        """A sentence on each variable that is set, in the order of their names."""
+        given = sorted(_variable(field) for field, value in self.model_dump(exclude_unset=True).items() if value)
+        return [
+            f"{name} is the same as {VARIABLES[name]}"
+            if name in VARIABLES
+            else f"{name} has no effect: {NEEDLESS_VARIABLES[name]}"
+            for name in given
+        ]
+
+
+def _variable(field: str) -> str:
+    return f"SGLANG_{field.upper()}"
 
 
 class TpuEnvironment(BaseSettings):

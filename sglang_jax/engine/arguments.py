@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.config import EngineConfig, OtherEnvironment, ServerConfig
 from sglang_jax.config.suggestions import did_you_mean, value_not_implemented
 from sglang_jax.engine.items import Prompt, RequestOptions
 from sglang_jax.engine.types import GenerateInput, SessionTurnInput
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.spellings import NEEDLESS, REFUSED, SAMPLING_FIELDS, canonical
+from sglang_jax.spellings import NEEDLESS, REFUSED, SAMPLING_FIELDS, canonical, refusal
 
 _CALLER_OF_ENGINE = 4
 """Stack frames from a warning here to the line that creates an `Engine`."""
@@ -24,6 +24,8 @@ _CALLER_OF_ENGINE = 4
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
     """Returns the options, given as `config` or by name. Raises `ConfigError`."""
     if config is None:
+        for note in OtherEnvironment.read().notes():
+            warnings.warn(note, stacklevel=_CALLER_OF_ENGINE - 1)
         try:
             return EngineConfig(**_canonical_fields(options))
         except ValidationError as error:
@@ -51,8 +53,8 @@ def _canonical_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     field, and for refused or unknown names."""
     fields: dict[str, Any] = {}
     for name, value in options.items():
-        if name in REFUSED:
-            raise ConfigError(f"{name} is {REFUSED[name].note}")
+        if (reason := refusal(name)) is not None:
+            raise ConfigError(f"{name} is {reason}")
         field = name if name in EngineConfig.model_fields else canonical(name)
         if field not in EngineConfig.model_fields:
             if name in NEEDLESS:

@@ -96,7 +96,8 @@ class CoreLink:
         self._completions: dict[int, Completion] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count()
-        self._stats = SchedulerStats(programs_left=ready.programs_left)
+        version = ready.model_info.weight_version
+        self._stats = SchedulerStats(programs_left=ready.programs_left, weight_version=version)
         self._closing = False
         self._end: str | None = None
         self._over = asyncio.Event()
@@ -151,6 +152,7 @@ class CoreLink:
         logprob_start = request.logprob_start_len if request.return_logprob else -1
         for completion, sampling in zip(outputs.completions, validation.expand(tokenized.sampling, room), strict=True):
             completion.wire_id = next(self._numbers)
+            completion.weight_version = self._stats.weight_version
             self._completions[completion.wire_id] = completion
             self._channel.send(
                 NewRequest(
@@ -224,6 +226,9 @@ class CoreLink:
                 self._on_step(message)
                 self._look_for_unread()
             case SchedulerStats():
+                if message.weight_version != self._stats.weight_version:
+                    for completion in self._completions.values():
+                        completion.weight_version = message.weight_version
                 self._stats = message
             case Reply():
                 call = self._calls.pop(message.call, None)

@@ -195,6 +195,7 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDef
         bos_token_id=checkpoint.config.bos_token_id,
         dtype=runner.report().details.get("dtype", checkpoint.config.dtype),
         generation_defaults=defaults,
+        weight_version=config.weight_version,
         keeps_states=any(pool.kind.keeps_states for pool in spec.pools),
     )
     return Ready(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_jax import errors
+from sglang_jax.config import DEFAULT_WEIGHT_VERSION
 from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.packed_logprobs import PackedLogprob, PackedLogprobs, pack, unpack
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenizedRequest, TokenLogprob
@@ -53,7 +54,8 @@ def logprob_bytes(request: GenerateInput) -> int:
 class Completion:
     """One of a request's n outputs. Buffers what its link receives until the reader takes it: a slow reader gets larger
     deltas, and the buffer never holds more than the output. `wire_id`: its id at the link. `aborted`: an abort was
-    sent; the core decides how the output ended, so that both sides agree whether the turn of a session counts."""
+    sent; the core decides how the output ended, so that both sides agree whether the turn of a session counts.
+    `weight_version`: set by its link."""
 
     def __init__(self, outputs: RequestOutputs, *, index: int, prompt_tokens: int, text: OutputText) -> None:
         self.wire_id = 0
@@ -63,6 +65,7 @@ class Completion:
         self.queue_seconds: float | None = None
         self.drafts: DraftCounts | None = None
         self.finish: FinishReason | None = None
+        self.weight_version = DEFAULT_WEIGHT_VERSION
         self.delivered = False
         self.aborted = False
         self._draft_counts: tuple[int, int, int] | None = None
@@ -128,6 +131,7 @@ class Completion:
         self._num_logprobs += len(delta.logprobs)
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
         self.drafts, self._sampled = delta.drafts, delta.sampled
+        self.weight_version = delta.weight_version
         if delta.queue_seconds is not None:
             self.queue_seconds = delta.queue_seconds
         if delta.prompt_logprobs is not None and not self.outputs.prompt_logprobs:
@@ -210,6 +214,7 @@ class Completion:
             logprobs=list(map(unpack, logprobs)) if self.outputs.stream else PackedLogprobs(logprobs),
             prompt_logprobs=None if self._first_taken else self.outputs.prompt_logprobs,
             drafts=self.drafts,
+            weight_version=self.weight_version,
         )
         if not self._first_taken:
             self._first_taken = True

@@ -321,10 +321,17 @@ _MEANS: dict[str, Callable[[Sequence[float]], float]] = {"new_token_reserve": la
 
 
 def total_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
+    """The figures of all replicas together; `weight_version` is empty if they differ in it."""
     values = [msgspec.structs.asdict(one) for one in stats]
-    lists = ("groups", "experts")
-    figures = {name: _MEANS.get(name, sum)([one[name] for one in values]) for name in values[0] if name not in lists}
-    return SchedulerStats(**figures, groups=_total_groups(stats), experts=_total_experts(stats))
+    others = ("groups", "experts", "weight_version")
+    figures = {name: _MEANS.get(name, sum)([one[name] for one in values]) for name in values[0] if name not in others}
+    versions = {one.weight_version for one in stats}
+    return SchedulerStats(
+        **figures,
+        groups=_total_groups(stats),
+        experts=_total_experts(stats),
+        weight_version=versions.pop() if len(versions) == 1 else "",
+    )
 
 
 def _total_groups(stats: Sequence[SchedulerStats]) -> list[GroupUsage]:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.config import DEFAULT_WEIGHT_VERSION
 from sglang_jax.engine.output_buffer import LazyOutput
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
@@ -163,6 +164,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; only in the last delta, and only
       if the engine reports it.
     - `drafts`: in the last delta of a completion that the engine ended, if it drafts tokens.
+    - `weight_version`: of the weights that sampled its last token.
     """
 
     index: int
@@ -177,6 +179,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     logprobs: Sequence[TokenLogprob] = ()
     prompt_logprobs: Sequence[TokenLogprob] | None = None
     drafts: DraftCounts | None = None
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,7 +207,8 @@ class GenerateOutput(LazyOutput):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Properties of the model. `generation_defaults`: values of sampling fields that a request leaves out; empty if the
-    engine does not apply the model's defaults. `keeps_states`: some layers keep a state, and no keys."""
+    engine does not apply the model's defaults. `keeps_states`: some layers keep a state, and no keys. `weight_version`:
+    of the weights at the start."""
 
     model_path: str
     architecture: str
@@ -215,6 +219,7 @@ class ModelInfo:
     dtype: str
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     keeps_states: bool = False
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
 class ReplicaState(StrEnum):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sglang_jax.kernels.kv_storage import LANES
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.kernels.state_rows import StateRows
 
 _PARTS_OF_A_TILE = 8
@@ -25,35 +26,49 @@ def tail_shape(kept: int, channels: int, *, tiled: bool, shards: int = 1) -> tup
 
 
 def convolve_with_pool(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, pool: jax.Array, rows: StateRows
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    pool: jax.Array,
+    rows: StateRows,
+    tile_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`convolve` with last inputs in the slots of a `pool` `[slots, width - 1, ...]`, plain or tiled."""
     slots, kept, *slot = pool.shape
     plain = pool.reshape(slots, kept, -1)
-    found, tails = convolve(x, weight, bias, rows.read(plain)[..., : x.shape[1]], rows)
+    found, tails = convolve(x, weight, bias, rows.read(plain)[..., : x.shape[1]], rows, tile_rows)
     tails = jnp.pad(tails, ((0, 0), (0, 0), (0, plain.shape[2] - x.shape[1])))
     return found, rows.write(pool, tails.reshape(-1, kept, *slot))
 
 
 def convolve(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, tails: jax.Array, rows: StateRows
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    tails: jax.Array,
+    rows: StateRows,
+    tile_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's output from its own input and those of the `width - 1` tokens before it, float32 `[T, channels]`,
     and the tails after the step. Inputs are first rounded to the type of `tails`, so that chunk boundaries do not
     matter.
 
     `x` `[T, channels]`; `weight` `[channels, width]`, the tap of the token itself last; `bias` `[channels]`; `tails`
-    `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first.
+    `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first; `tile_rows`: see
+    `in_tiles`.
     """
     width = weight.shape[1]
     x = x.astype(tails.dtype)
     taps = weight.astype(jnp.float32).T
-    total = x.astype(jnp.float32) * taps[-1]
-    for back in range(1, width):
-        total = total + _inputs_before(x, tails, rows, back).astype(jnp.float32) * taps[-1 - back]
-    if bias is not None:
-        total = total + bias.astype(jnp.float32)
-    return total, _tails_after(x, tails, rows)
+    seen = [x, *(_inputs_before(x, tails, rows, back) for back in range(1, width))]
+
+    def outputs(seen: list[jax.Array]) -> jax.Array:
+        total = seen[0].astype(jnp.float32) * taps[-1]
+        for back in range(1, width):
+            total = total + seen[back].astype(jnp.float32) * taps[-1 - back]
+        return total if bias is None else total + bias.astype(jnp.float32)
+
+    return in_tiles(outputs, seen, tile_rows), _tails_after(x, tails, rows)
 
 
 def _inputs_before(x: jax.Array, tails: jax.Array, rows: StateRows, back: int) -> jax.Array:

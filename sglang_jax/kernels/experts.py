@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -116,17 +117,22 @@ class ExpertChoice:
 
 
 def multiply_experts(
-    products: ExpertProducts, x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate
+    products: ExpertProducts,
+    x: jax.Array,
+    weights: ExpertWeights,
+    choice: ExpertChoice,
+    gate: Gate,
+    tile: int | None = None,
 ) -> jax.Array:
     """The outputs of the chosen experts, weighted by their scores and summed: float32 `[T, hidden]`. `x` `[T, hidden]`
-    has the type of the products."""
+    has the type of the products. `tile`: rows of `TILES`; None for a number that suits the step."""
     if products is ExpertProducts.ALL:
         return _by_all_in_parts(x, weights, choice, gate)
     experts, chosen = len(weights.gate), choice.experts.shape[1]
     flat = choice.experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = _sizes(flat, experts)
-    multiply = _ragged if products is ExpertProducts.RAGGED else _in_tiles
+    multiply = _ragged if products is ExpertProducts.RAGGED else partial(_in_tiles, tile=tile)
     found = multiply(x[order // chosen], weights, flat[order], sizes, gate)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     outputs = found[places].reshape(len(x), chosen, -1)
@@ -199,10 +205,12 @@ def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax
     return found if weights.down_scales is None else found * weights.down_scales[experts]
 
 
-def _in_tiles(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate) -> jax.Array:
+def _in_tiles(
+    x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate, *, tile: int | None
+) -> jax.Array:
     """As `_ragged`. A tile may extend into the next expert's rows; that expert's tile then overwrites them."""
     num_rows, num_experts = len(x), len(sizes)
-    tile = min(_LARGEST_TILE, 2 ** max(math.ceil(math.log2(num_rows / num_experts)), 0))
+    tile = tile or min(_LARGEST_TILE, 2 ** max(math.ceil(math.log2(num_rows / num_experts)), 0))
     tiles = (sizes + tile - 1) // tile
     ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
     rows = jnp.pad(x, ((0, tile), (0, 0)))

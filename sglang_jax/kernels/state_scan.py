@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.kernels.state_rows import StateRows
 
 BLOCK = 64
@@ -69,18 +70,49 @@ def _one_token(inputs: ScanInputs, states: jax.Array) -> tuple[jax.Array, jax.Ar
     return _einsum("rhk,rhkv->rhv", inputs.queries, states), states
 
 
+def scan_tokens(inputs: ScanInputs, states: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+    """`scan` one token after the other, for all sequences at once: a token's result does not depend on the chunk that
+    it is in. Takes time in proportion to the longest chunk."""
+    count = len(states)
+    starts, ends = rows.query_starts[:-1], rows.query_starts[1:]
+
+    def tokens(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        outputs, states = carry
+        places = jnp.minimum(starts + number, len(outputs) - 1)
+        found, after = _row_by_row(jax.tree.map(lambda x: x[places], inputs), states)
+        own = starts + number < ends
+        # The places of other sequences are written past the end.
+        outputs = outputs.at[jnp.where(own, places, len(outputs))].set(found, mode="drop")
+        return outputs, jnp.where(own.reshape(count, 1, 1, 1), after, states)
+
+    return lax.fori_loop(0, jnp.max(ends - starts), tokens, (jnp.zeros_like(inputs.values), states))
+
+
+def _row_by_row(inputs: ScanInputs, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_one_token` in a loop over rows, with the same sums for any number of them."""
+    found: tuple[jax.Array, jax.Array] = in_tiles(lambda row: _one_token(*row), (inputs, states), 1)
+    return found
+
+
 def scan_drafts(
-    inputs: ScanInputs, outputs: jax.Array, states: jax.Array, pool: jax.Array, rows: StateRows
+    inputs: ScanInputs,
+    outputs: jax.Array,
+    states: jax.Array,
+    pool: jax.Array,
+    rows: StateRows,
+    *,
+    fixed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the drafts of a decode step one by one, after its other sequences have produced `states`, float32 `[R,
     heads, key_dim, value_dim]`. Returns `outputs` `[R, heads, value_dim]` and the `pool` `[slots, heads, key_dim,
     value_dim]` with the drafts'.
 
     A loop over drafts costs one state's work per draft, and nothing in a step without drafts. It only writes the pool:
-    XLA would copy a pool that the loop also reads, once per draft.
+    XLA would copy a pool that the loop also reads, once per draft. `fixed`: as `scan_tokens`.
     """
     assert rows.drafts is not None
     drafts, slots, dtype = rows.drafts, rows.own, pool.dtype
+    compute = _row_by_row if fixed else _one_token
     (places,) = jnp.nonzero(drafts > 0, size=len(drafts), fill_value=0)
 
     def one(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -88,7 +120,7 @@ def scan_drafts(
         place = places[number]
         own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place, 1), inputs)
         first = lax.dynamic_slice_in_dim(states, place - 1, 1)
-        found, state = _one_token(own, jnp.where(drafts[place] == 1, _round_to(first, dtype), state))
+        found, state = compute(own, jnp.where(drafts[place] == 1, _round_to(first, dtype), state))
         outputs = lax.dynamic_update_slice_in_dim(outputs, found, place, 0)
         pool = lax.dynamic_update_slice_in_dim(pool, state.astype(dtype), slots[place], 0)
         return outputs, pool, _round_to(state, dtype)

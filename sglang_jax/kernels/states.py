@@ -14,7 +14,7 @@ from sglang_jax.kernels.causal_convolution import convolve_with_pool
 from sglang_jax.kernels.causal_convolution_pallas import convolve_in_place
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
-from sglang_jax.kernels.state_scan import ScanInputs, scan, scan_drafts
+from sglang_jax.kernels.state_scan import ScanInputs, scan, scan_drafts, scan_tokens
 from sglang_jax.kernels.state_scan_pallas import scan_in_place
 
 Inputs = TypeVar("Inputs", jax.Array, ScanInputs)
@@ -30,9 +30,12 @@ def scan_states(
         kernel = partial(scan_in_place, checked=implementation.checked)
         return _draft_by_draft(kernel, inputs, pool, rows)
     first = rows.without_drafts()
-    outputs, states = scan(inputs, first.read(pool).astype(jnp.float32), first)
+    compute = scan_tokens if implementation.fixed else scan
+    outputs, states = compute(inputs, first.read(pool).astype(jnp.float32), first)
     pool = first.write(pool, states)
-    return (outputs, pool) if rows.drafts is None else scan_drafts(inputs, outputs, states, pool, rows)
+    if rows.drafts is None:
+        return outputs, pool
+    return scan_drafts(inputs, outputs, states, pool, rows, fixed=implementation.fixed)
 
 
 def convolve_states(
@@ -49,7 +52,7 @@ def convolve_states(
     if implementation.for_tpu:
         kernel = partial(_convolve_in_place, weight, bias, implementation.checked)
         return _draft_by_draft(kernel, x, pool, rows)
-    return convolve_with_pool(x, weight, bias, pool, rows)
+    return convolve_with_pool(x, weight, bias, pool, rows, implementation.tile_rows)
 
 
 def _convolve_in_place(

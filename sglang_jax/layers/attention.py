@@ -21,6 +21,7 @@ from sglang_jax.kernels.ragged_paged_attention import (
     ragged_paged_attention,
     write_kv,
 )
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm, divide_by_rms
@@ -53,7 +54,8 @@ class Attention(nnx.Module):
         kv_heads = [(Axis.KV_HEADS, config.num_kv_heads), head]
         self.query_norm = _norm_of(config.qk_norm, heads, dtype, Part.QUERY_NORM)
         self.key_norm = _norm_of(config.qk_norm, kv_heads, dtype, Part.KEY_NORM)
-        self.together = options.implementation.for_tpu and not (config.qk_norm is not None and config.qk_norm.whole)
+        whole = config.qk_norm is not None and config.qk_norm.whole
+        self.together = options.implementation.for_tpu and not options.implementation.fixed and not whole
         one_a_head = [(Axis.HEADS, config.num_heads)]
         self.sinks = parameter(one_a_head, jnp.dtype(jnp.float32), Part.SINKS) if config.sinks else None
         scales = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.KEY_OR_VALUE, 2)]
@@ -63,11 +65,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`. Writes the step's keys and values into the pages."""
         assert memory.pages is not None, "a layer with attention"
-        fused = self.qkv(x)
-        together = self.together and len(x) <= _MAX_TOKENS_TOGETHER
-        queries, keys, values = (self._together if together else self._apart)(fused, step.rotary)
-        if self.config.value_norm is not None:
-            values = divide_by_rms(values.astype(jnp.float32), self.config.value_norm.eps).astype(values.dtype)
+        queries, keys, values = in_tiles(self._inputs, (x, step.rotary), self.implementation.tile_rows)
         queries = queries.reshape(x.shape[0], -1, queries.shape[-1])
         attended, kv_pages = write_and_attend(
             self.implementation,
@@ -79,10 +77,26 @@ class Attention(nnx.Module):
             scale=self.config.scale,
             options=self._options(),
         )
+        output = in_tiles(self._output, (x, attended), self.implementation.tile_rows)
+        return output, replace(memory, pages=kv_pages)
+
+    def _inputs(self, tokens: tuple[jax.Array, RotaryTables | None]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of tokens `[T, hidden]` with their rotation."""
+        x, rotary = tokens
+        fused = self.qkv(x)
+        together = self.together and len(x) <= _MAX_TOKENS_TOGETHER
+        queries, keys, values = (self._together if together else self._apart)(fused, rotary)
+        if self.config.value_norm is not None:
+            values = divide_by_rms(values.astype(jnp.float32), self.config.value_norm.eps).astype(values.dtype)
+        return queries, keys, values
+
+    def _output(self, tokens: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """The part's output for tokens `[T, hidden]`, and the attention `[T, heads, head_dim]`."""
+        x, attended = tokens
         if self.gate is not None:
             gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))
             attended = (attended.astype(jnp.float32) * gate).astype(x.dtype)
-        return self.output(attended), replace(memory, pages=kv_pages)
+        return self.output(attended)
 
     def _apart(self, fused: jax.Array, rotary: RotaryTables | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of the fused projection, with norms and rotation."""

@@ -15,6 +15,7 @@ from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.feed_forward import ACTIVATIONS
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.parameter import Parameter, matmul, parameter
@@ -31,7 +32,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         self.config = config
-        self.for_tpu = options.implementation.for_tpu
+        self.for_tpu, self.tile_rows = options.implementation.for_tpu, options.implementation.tile_rows
         self.dtype, experts = options.dtype, (Axis.EXPERTS, config.num_experts)
         hidden, inner = (Axis.HIDDEN, options.hidden_size), (Axis.INTERMEDIATE, config.size)
 
@@ -61,24 +62,34 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`. Padding chooses no expert."""
         config = self.config
-        logits = matmul(x.astype(jnp.float32), self.router[...])
-        if self.router_bias is not None:
-            logits = logits + self.router_bias[...]
-        correction = None if self.correction is None else self.correction[...]
-        choice = choose_experts(config, logits, correction, step.padding)
+        choice = ExpertChoice(*in_tiles(self._choose, (x, step.padding), self.tile_rows))
         weights = self._weights()
         widened = self.for_tpu and weights.widened
         products = ExpertProducts.of(config, len(x), for_tpu=self.for_tpu, widened=widened)
-        multiply = partial(multiply_experts, products, gate=self._gated)
+        if self.tile_rows is not None:
+            products = ExpertProducts.TILES
+        multiply = partial(multiply_experts, products, gate=self._gated, tile=self.tile_rows)
         found = _on_each_device(multiply, x.astype(self.dtype), weights, choice)
         if self.down_bias is not None:
-            found = found + matmul(choice.by_expert(config.num_experts), self.down_bias[...])
+            scores = choice.by_expert(config.num_experts)
+            biases = self.down_bias[...]
+            found = found + in_tiles(lambda scores: matmul(scores, biases), scores, self.tile_rows)
         if self.shared is not None:
             found = found + self.shared(x)
         if memory.expert_tokens is not None:
             chosen = choice.tokens_of(config.num_experts)
             memory = replace(memory, expert_tokens=_add_to_words(memory.expert_tokens, chosen))
         return found.astype(x.dtype), memory
+
+    def _choose(self, tokens: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The fields of an `ExpertChoice` for tokens `[T, hidden]`, of which some are padding, bool `[T]`."""
+        x, padding = tokens
+        logits = matmul(x.astype(jnp.float32), self.router[...])
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...]
+        correction = None if self.correction is None else self.correction[...]
+        choice = choose_experts(self.config, logits, correction, padding)
+        return choice.experts, choice.scores
 
     def _weights(self) -> ExpertWeights:
         further = (self.gate_bias, self.up_bias, self.gate_scales, self.up_scales, self.down_scales)
@@ -104,10 +115,13 @@ class SharedExpert(nnx.Module):
         self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), options)
         one = [*hidden, (Axis.ONE, 1)]
         self.router = parameter(one, _FLOAT32, Part.SHARED_ROUTER) if config.shared_gate else None
-        self.activation = config.activation
+        self.activation, self.tile_rows = config.activation, options.implementation.tile_rows
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[T, hidden]` → float32 `[T, hidden]`."""
+        return in_tiles(self._outputs, x, self.tile_rows)
+
+    def _outputs(self, x: jax.Array) -> jax.Array:
         gate_up = self.gate_up(x)
         activated = ACTIVATIONS[self.activation](gate_up[:, 0].astype(jnp.float32)).astype(x.dtype)
         found = self.down(activated * gate_up[:, 1], of_outputs=True).astype(jnp.float32)

@@ -12,6 +12,7 @@ from flax import nnx
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 
@@ -30,13 +31,16 @@ class FeedForward(nnx.Module):
         both = [(Axis.GATE_OR_UP, 2), *inner]
         self.gate_up = Linear(hidden, both, (Part.GATE, Part.UP), options, bias=config.bias)
         self.down = Linear(inner, hidden, (Part.DOWN,), options, bias=config.bias)
-        self.activation = config.activation
+        self.activation, self.tile_rows = config.activation, options.implementation.tile_rows
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        return in_tiles(self._outputs, x, self.tile_rows), memory
+
+    def _outputs(self, x: jax.Array) -> jax.Array:
         gate_up = self.gate_up(x)
         gate, up = gate_up[:, 0], gate_up[:, 1]
         activated = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype)
-        return self.down(activated * up, of_outputs=True), memory
+        return self.down(activated * up, of_outputs=True)
 
 
 class SquaredRelu(nnx.Module):
@@ -46,6 +50,10 @@ class SquaredRelu(nnx.Module):
         hidden, inner = [(Axis.HIDDEN, options.hidden_size)], [(Axis.INTERMEDIATE, config.size)]
         self.up = Linear(hidden, inner, (Part.UP,), options, bias=config.bias)
         self.down = Linear(inner, hidden, (Part.DOWN,), options, bias=config.bias)
+        self.tile_rows = options.implementation.tile_rows
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        return self.down(jnp.square(jax.nn.relu(self.up(x))), of_outputs=True), memory
+        return in_tiles(self._outputs, x, self.tile_rows), memory
+
+    def _outputs(self, x: jax.Array) -> jax.Array:
+        return self.down(jnp.square(jax.nn.relu(self.up(x))), of_outputs=True)

@@ -13,6 +13,7 @@ see docs/architecture/models.md.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,13 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, AttentionOptions, expanded_attention
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.attention import write_and_attend
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
-from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
+from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.rotary import apply_rotary
 
 _TOKENS_PER_BLOCK = 64
@@ -66,24 +68,31 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`. Writes the step's latent vectors into the pages."""
         assert memory.pages is not None, "a layer with attention"
+        tile_rows = self.implementation.tile_rows
+        plain, queries, cached = in_tiles(self._inputs, (x, step.rotary), tile_rows)
+        values, kv_pages = attend_latents(
+            self.implementation,
+            self.config,
+            (plain, queries),
+            cached,
+            (self.key_up[...], self.value_up[...]),
+            memory.pages,
+            step.batch,
+        )
+        return in_tiles(self.output, values, tile_rows), replace(memory, pages=kv_pages)
+
+    def _inputs(self, tokens: tuple[jax.Array, RotaryTables | None]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries without and with rotation, and what is cached, of tokens `[T, hidden]` with their rotation."""
+        x, rotary = tokens
         of_queries = x
         if self.query_latent is not None and self.query_latent_norm is not None:
             of_queries = self.query_latent_norm(self.query_latent(x))
         plain = self.query(of_queries)
         queries, keys = self.query_rotated(of_queries), self.key_rotated(x)[:, None]
-        if step.rotary is not None:
-            queries, keys = apply_rotary(queries, *step.rotary), apply_rotary(keys, *step.rotary)
+        if rotary is not None:
+            queries, keys = apply_rotary(queries, *rotary), apply_rotary(keys, *rotary)
         latent = self.latent_norm(self.latent(x))[:, None]
-        values, kv_pages = attend_latents(
-            self.implementation,
-            self.config,
-            (plain, queries),
-            jnp.concatenate([latent, keys], axis=-1),
-            (self.key_up[...], self.value_up[...]),
-            memory.pages,
-            step.batch,
-        )
-        return self.output(values), replace(memory, pages=kv_pages)
+        return plain, queries, jnp.concatenate([latent, keys], axis=-1)
 
 
 def attend_latents(
@@ -104,9 +113,10 @@ def attend_latents(
     (plain, rotated), (key_up, value_up) = queries, up
     expanded = _expanded_rows(implementation, config, batch)
     needed = None if expanded is None else _tokens_of_others(expanded, batch)
+    by_head = partial(_by_head, needed=needed, tile_rows=implementation.tile_rows)
     attended, kv_pages = write_and_attend(
         implementation,
-        jnp.concatenate([_by_head("thk,hkl->htl", plain, key_up, needed), rotated], axis=-1),
+        jnp.concatenate([by_head("thk,hkl->htl", plain, key_up), rotated], axis=-1),
         cached,
         None,
         kv_pages,
@@ -114,7 +124,7 @@ def attend_latents(
         scale=config.scale,
         options=AttentionOptions(unread=expanded),
     )
-    values = _by_head("thl,hvl->htv", attended[..., : config.latent], value_up, needed)
+    values = by_head("thl,hvl->htv", attended[..., : config.latent], value_up)
     if expanded is not None:  # each is 0 for rows of the other form
         asked = jnp.concatenate([plain, rotated], axis=-1)
         values += expanded_attention(asked, kv_pages, batch, expanded, key_up, value_up, scale=config.scale)
@@ -139,11 +149,13 @@ def _tokens_of_others(expanded: jax.Array, batch: ForwardBatch) -> jax.Array:
     return ~expanded[jnp.searchsorted(ends, places, side="right")] & (places < ends[-1])
 
 
-def _by_head(form: str, x: jax.Array, kernel: jax.Array, needed: jax.Array | None = None) -> jax.Array:
+def _by_head(
+    form: str, x: jax.Array, kernel: jax.Array, needed: jax.Array | None = None, tile_rows: int | None = None
+) -> jax.Array:
     """A product per head in the dtype of `x`, with float32 sums. `form`: an einsum whose result has heads first; they
     are moved to second place afterwards. With heads second in the einsum, XLA's CPU backend fails for some bfloat16
     products, and takes ten times as long for some in float32. `needed`: bool `[T]`, None for all tokens; blocks without
-    needed tokens are skipped, and are 0."""
+    needed tokens are skipped, and are 0. `tile_rows`: see `in_tiles`."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def product(x: jax.Array) -> jax.Array:
@@ -152,7 +164,7 @@ def _by_head(form: str, x: jax.Array, kernel: jax.Array, needed: jax.Array | Non
         return found.astype(x.dtype).swapaxes(0, 1)
 
     if needed is None:
-        return product(x)
+        return in_tiles(product, x, tile_rows)
     blocks = -(-len(x) // _TOKENS_PER_BLOCK)
     behind = blocks * _TOKENS_PER_BLOCK - len(x)
     parts = jnp.pad(x, ((0, behind), (0, 0), (0, 0))).reshape(blocks, _TOKENS_PER_BLOCK, *x.shape[1:])

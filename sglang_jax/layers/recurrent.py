@@ -16,6 +16,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.kernels.state_scan import ScanInputs
 from sglang_jax.kernels.states import convolve_states, scan_states
@@ -66,8 +67,9 @@ class ShortConv(nnx.Module):
             [_CHANNELS, _WEIGHTS, _TAILS, _ALL],
             [_CHANNELS, _TAILS],
         )
-        found, tails = run(self.input(x), self.convolution.weights, memory.states[0], step.batch.states)
-        return self.output(found), replace(memory, states=(tails,))
+        tiled = partial(in_tiles, rows=self.implementation.tile_rows)
+        found, tails = run(tiled(self.input, x), self.convolution.weights, memory.states[0], step.batch.states)
+        return tiled(self.output, found), replace(memory, states=(tails,))
 
 
 class GatedDeltaNet(nnx.Module):
@@ -95,19 +97,23 @@ class GatedDeltaNet(nnx.Module):
             [_CHANNELS, _OF_HEADS, _OF_HEADS, _WEIGHTS, _HEADS, _HEADS, _TAILS, _MATRICES, _ALL],
             [_HEAD_OUTPUTS, _TAILS, _MATRICES],
         )
+        tiled = partial(in_tiles, rows=self.implementation.tile_rows)
         outputs, tails, matrices = run(
-            self.input(x),
-            self.rate(x),
-            self.decay(x),
+            *tiled(lambda x: (self.input(x), self.rate(x), self.decay(x)), x),
             self.convolution.weights,
             self.decay_bias[...],
             self.decay_log[...],
             *memory.states,
             step.batch.states,
         )
+        return tiled(self._output, (x, outputs)), replace(memory, states=(tails, matrices))
+
+    def _output(self, tokens: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """The part's output for tokens `[T, hidden]`, and outputs of the states `[T, heads, value_dim]`."""
+        x, outputs = tokens
         gate = jax.nn.silu(self.gate(x).astype(jnp.float32)).reshape(outputs.shape)
         normed = self.norm(outputs.astype(x.dtype)).astype(jnp.float32) * gate
-        return self.output(normed.reshape(x.shape[0], -1).astype(x.dtype)), replace(memory, states=(tails, matrices))
+        return self.output(normed.reshape(x.shape[0], -1).astype(x.dtype))
 
 
 class Mamba2(nnx.Module):
@@ -133,8 +139,9 @@ class Mamba2(nnx.Module):
             [_CHANNELS, _WEIGHTS, _HEADS, _HEADS, _HEADS, _TAILS, _MATRICES, _ALL],
             [_CHANNELS, _CHANNELS, _TAILS, _MATRICES],
         )
+        tiled = partial(in_tiles, rows=self.implementation.tile_rows)
         outputs, gate, tails, matrices = run(
-            self.input(x),
+            tiled(self.input, x),
             self.convolution.weights,
             self.decay_bias[...],
             self.decay_log[...],
@@ -142,8 +149,14 @@ class Mamba2(nnx.Module):
             *memory.states,
             step.batch.states,
         )
+        output = tiled(self._output, (outputs, gate))
+        return output.astype(x.dtype), replace(memory, states=(tails, matrices))
+
+    def _output(self, tokens: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """The part's output for outputs of the states float32 `[T, inner]` and their gate, in whose dtype."""
+        outputs, gate = tokens
         gated = self._gated(outputs, jax.nn.silu(gate.astype(jnp.float32)))
-        return self.output(gated.astype(x.dtype)), replace(memory, states=(tails, matrices))
+        return self.output(gated.astype(gate.dtype))
 
     def _gated(self, outputs: jax.Array, gate: jax.Array) -> jax.Array:
         """Outputs float32 `[T, inner]` times their gate, normalised if the config has a norm."""
@@ -191,8 +204,10 @@ def _short_convolution(
     """`[T, 3 * channels]` → `[T, channels]`, and the pool after the step."""
     before, after, inner = jnp.split(x, 3, axis=-1)
     kernel, bias = weights
-    found, tails = convolve_states(implementation, before * inner, kernel[:, 0], bias, pool, rows)
-    return (after.astype(jnp.float32) * found).astype(x.dtype), tails
+    tiled = partial(in_tiles, rows=implementation.tile_rows)
+    inputs = tiled(lambda both: both[0] * both[1], (before, inner))
+    found, tails = convolve_states(implementation, inputs, kernel[:, 0], bias, pool, rows)
+    return tiled(lambda both: (both[0].astype(jnp.float32) * both[1]).astype(x.dtype), (after, found)), tails
 
 
 def _delta_net(
@@ -212,16 +227,21 @@ def _delta_net(
     value_dim]`, and the pools after the step."""
     kernel, bias = weights
     found, tails = convolve_states(implementation, x, kernel[:, 0], bias, tails, rows)
-    queries, keys, values = _in_heads(config, jax.nn.silu(found))
-    queries, keys = _unit(queries), _unit(keys)
-    steps = jax.nn.softplus(steps.astype(jnp.float32) + decay_bias)
-    inputs = ScanInputs(
-        queries * config.key_dim**-0.5,
-        keys,
-        values,
-        -jnp.exp(decay_log) * steps,
-        jax.nn.sigmoid(rates.astype(jnp.float32)),
-    )
+
+    def prepared(tokens: tuple[jax.Array, jax.Array, jax.Array]) -> ScanInputs:
+        found, rates, steps = tokens
+        queries, keys, values = _in_heads(config, jax.nn.silu(found))
+        queries, keys = _unit(queries), _unit(keys)
+        steps = jax.nn.softplus(steps.astype(jnp.float32) + decay_bias)
+        return ScanInputs(
+            queries * config.key_dim**-0.5,
+            keys,
+            values,
+            -jnp.exp(decay_log) * steps,
+            jax.nn.sigmoid(rates.astype(jnp.float32)),
+        )
+
+    inputs = in_tiles(prepared, (found, rates, steps), implementation.tile_rows)
     outputs, matrices = scan_states(implementation, inputs, matrices, rows)
     return outputs, tails, matrices
 
@@ -254,19 +274,27 @@ def _mamba(
     gate, found, steps = jnp.split(x, (config.inner, config.inner + config.channels), axis=-1)
     kernel, bias = weights
     found, tails = convolve_states(implementation, found, kernel[:, 0], bias, tails, rows)
-    values, written, read = jnp.split(jax.nn.silu(found), (config.inner, config.inner + all_directions), axis=-1)
-    values = values.reshape(tokens, -1, config.head_dim)
-    steps = jax.nn.softplus(steps.astype(jnp.float32) + decay_bias)
-    steps = jnp.clip(steps, config.least_step, config.most_step)
-    inputs = ScanInputs(
-        read.reshape(tokens, -1, config.state_size),
-        written.reshape(tokens, -1, config.state_size),
-        values * steps[..., None],
-        -jnp.exp(decay_log) * steps,
-        None,
-    )
+
+    def prepared(tokens: tuple[jax.Array, jax.Array]) -> tuple[ScanInputs, jax.Array]:
+        found, steps = tokens
+        values, written, read = jnp.split(jax.nn.silu(found), (config.inner, config.inner + all_directions), axis=-1)
+        values = values.reshape(len(found), -1, config.head_dim)
+        steps = jax.nn.softplus(steps.astype(jnp.float32) + decay_bias)
+        steps = jnp.clip(steps, config.least_step, config.most_step)
+        inputs = ScanInputs(
+            read.reshape(len(found), -1, config.state_size),
+            written.reshape(len(found), -1, config.state_size),
+            values * steps[..., None],
+            -jnp.exp(decay_log) * steps,
+            None,
+        )
+        return inputs, values
+
+    tiled = partial(in_tiles, rows=implementation.tile_rows)
+    inputs, values = tiled(prepared, (found, steps))
     outputs, matrices = scan_states(implementation, inputs, matrices, rows)
-    return (outputs + values * skip[:, None]).reshape(tokens, -1), gate, tails, matrices
+    outputs = tiled(lambda both: both[0] + both[1] * skip[:, None], (outputs, values))
+    return outputs.reshape(tokens, -1), gate, tails, matrices
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.model_config import LayerConfig
 from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.kinds import build_part
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
@@ -34,6 +35,7 @@ class DecoderLayer(nnx.Module):
             return None if part is None else build_part(part, options, number)
 
         self.config = config
+        self.tile_rows = options.implementation.tile_rows
         self.attention_norm = norm(config.mixer_norms.pre, Part.ATTENTION_NORM)
         self.attention = built(config.attention)
         self.recurrent = built(config.recurrent)
@@ -49,10 +51,10 @@ class DecoderLayer(nnx.Module):
         """`x` `[T, hidden]` is the output of the layer below, which is not in the residual stream `[T, hidden]` yet.
         Returns the same of this layer, and its memory after the step."""
         if self.config.mixer is None:
-            x, residual = _add(self.feed_forward_norm, x, residual)
+            x, residual = self._add(self.feed_forward_norm, x, residual)
             x, memory = self._feed_forward(x, step, memory)
             return *self._with_scale(self._to_residual(self.feed_forward_post_norm, x), residual), memory
-        x, residual = _add(self.attention_norm, x, residual)
+        x, residual = self._add(self.attention_norm, x, residual)
         with jax.named_scope("mixer"):  # the name in profiles
             attended, memory = self._mix(x, step, memory)
         if self.feed_forward is None:
@@ -61,7 +63,8 @@ class DecoderLayer(nnx.Module):
             fed, memory = self._feed_forward(x, step, memory)
             x = self._scaled(attended + fed)
         else:
-            x, residual = _add(self.feed_forward_norm, self._to_residual(self.attention_post_norm, attended), residual)
+            x = self._to_residual(self.attention_post_norm, attended)
+            x, residual = self._add(self.feed_forward_norm, x, residual)
             x, memory = self._feed_forward(x, step, memory)
             x = self._to_residual(self.feed_forward_post_norm, x)
         return *self._with_scale(x, residual), memory
@@ -89,15 +92,20 @@ class DecoderLayer(nnx.Module):
 
     def _to_residual(self, norm: Norm | None, output: jax.Array) -> jax.Array:
         """The output of a block as it is added to the residual stream."""
-        return self._scaled(output if norm is None else norm(output))
+        if norm is not None:
+            output = in_tiles(norm, output, self.tile_rows)
+        return self._scaled(output)
 
     def _scaled(self, x: jax.Array) -> jax.Array:
         return x if self.config.residual_multiplier == 1.0 else x * self.config.residual_multiplier
 
+    def _add(self, norm: Norm | None, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Adds `x` to the residual stream. Returns the input of the next block, and the sum."""
 
-def _add(norm: Norm | None, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds `x` to the residual stream. Returns the input of the next block, and the sum."""
-    if norm is not None:
-        return norm.add(x, residual)
-    total = x + residual
-    return total, total
+        def add(both: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            if norm is not None:
+                return norm.add(*both)
+            total = both[0] + both[1]
+            return total, total
+
+        return in_tiles(add, (x, residual), self.tile_rows)

@@ -16,6 +16,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProducts, no_blocks
@@ -151,7 +152,7 @@ class Transformer(nnx.Module):
             tables = None if attention is None else rotary[attention.rope, attention.rotary_dim]
             step = LayerStep(own, tables)
             x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, step, written[number])
-        hidden, _ = self.final_norm.add(x, residual)
+        hidden = in_tiles(lambda both: self.final_norm.add(*both)[0], (x, residual), self.attention.tile_rows)
         return hidden, tuple(written)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
@@ -170,14 +171,21 @@ class Transformer(nnx.Module):
         return {
             (rope, head_dim): None
             if rope is None
-            else tables(RotaryScaling(rope, head_dim, self.config.max_position), positions)
+            else in_tiles(
+                partial(tables, RotaryScaling(rope, head_dim, self.config.max_position)),
+                positions,
+                self.attention.tile_rows,
+            )
             for rope, head_dim in kinds
         }
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`."""
         with jax.named_scope("head"):
-            logits = self.head.multiply(hidden)
+            return in_tiles(self._logits, hidden, self.attention.tile_rows)
+
+    def _logits(self, hidden: jax.Array) -> jax.Array:
+        logits = self.head.multiply(hidden)
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         if self.config.logit_cap is not None:

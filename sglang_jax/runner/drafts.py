@@ -89,7 +89,7 @@ def restore_rows(flat: FlatPlan, found: StepResult, width: int) -> StepResult:
         places = own.reshape(-1)
         logprobs = TopLogprobs(logprobs.logprobs[places], logprobs.top_ids[places], logprobs.top_logprobs[places])
     tokens = np.where(tokens == REJECTED, INVALID_TOKEN, tokens).astype(np.int32)
-    return StepResult(tokens, counts.astype(np.int32), logprobs, found.prompt_logprobs)
+    return replace(found, tokens=tokens, counts=counts.astype(np.int32), logprobs=logprobs)
 
 
 def pack_texts(updates: Sequence[TextUpdate], size: int, pad_row: int, width: int) -> Int32:

@@ -287,12 +287,14 @@ class StepResult:
       `max_samples`.
     - `logprobs`: None unless requested; m = n * width, entry `i * width + j` belongs to `tokens[i, j]`.
     - `prompt_logprobs`: one for each of the plan's, in order.
+    - `replayed`: whether the model ran as one captured CUDA graph.
     """
 
     tokens: Int32
     counts: Int32
     logprobs: TopLogprobs | None = None
     prompt_logprobs: tuple[TopLogprobs, ...] = ()
+    replayed: bool = False
 
 
 def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:

@@ -78,7 +78,8 @@ class Admission:
     fair order; otherwise a tenant that sends one prompt at a time would get every row.
 
     `background`: whether it is the admission of the background, for whose requests all running prompts claim tokens;
-    for others, only those of their own kind do. `short`: whether the last look found no row or pages for a request.
+    for others, only those of their own kind do. `short`: whether the last look found no row or pages for a request;
+    `short_of_slots`: whether it found no slot of states for one.
     """
 
     aged_turn = AGED_TURN
@@ -94,7 +95,7 @@ class Admission:
         *,
         background: bool = False,
     ) -> None:
-        self.short = False
+        self.short = self.short_of_slots = False
         self._background = background
         self._cache = cache
         self._rows = rows
@@ -120,7 +121,7 @@ class Admission:
             return _NO_DECISIONS
         if not self._queue.worth_a_look():
             return _NO_DECISIONS
-        self.short = False
+        self.short = self.short_of_slots = False
         by_priority = goes_by_priority(step) and self._seats_by_priority < PRIORITY_TURN - 1
         claiming = [one for one in self._rows.prefilling if self._background or not one.background]
         look = _Look(self._cache, self._rows, self._reserve, claiming, step, allowance, by_priority=by_priority)
@@ -231,7 +232,7 @@ class Admission:
             return look.skipped < MAX_SHARERS_PASSED
         while not look.fits(request, probe):
             if not (self._reclaim() or self._release_a_session(request, probe, look)):
-                return self._note_refusal(request, look)
+                return self._note_refusal(request, probe, look)
             probe = self._probe(request)
         self._seat(request, probe, look)
         for refused in look.refused:
@@ -267,10 +268,11 @@ class Admission:
         self._rows.open(request, probe)
         look.add(request, probe)
 
-    def _note_refusal(self, request: Request, look: _Look) -> bool:
+    def _note_refusal(self, request: Request, probe: Probe, look: _Look) -> bool:
         if request.waiting.refused_at is None:
             request.waiting.refused_at = look.step
         self.short = True
+        self.short_of_slots = self.short_of_slots or any(not group.grows for group in look.short(request, probe))
         look.refused.append(request)
         return not self._keeps_room(request, look.step)
 

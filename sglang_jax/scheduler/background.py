@@ -69,6 +69,11 @@ class Background:
             self._due_since = step
         return not any(request.waiting.in_turn for request in self._running())
 
+    @property
+    def short_of_slots(self) -> bool:
+        """Whether a waiting request found no slot of states in the last look."""
+        return any(one.short_of_slots for one in (self._others, self._own) if one.queue)
+
     def must_give_back(self) -> bool:
         """Whether another request found no room in the last look, and there are requests to retract."""
         if self._others.short and self._others.queue and any(self._retractable()):

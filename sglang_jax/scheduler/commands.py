@@ -93,12 +93,14 @@ class ContinueGeneration(Command[None], tag="continue", frozen=True):
 class UpdateWeights(Command[int], tag="update_weights", frozen=True):
     """Replaces the weights by those of another checkpoint of the same architecture. Requests wait meanwhile, or are
     aborted first (`abort_all`). With `flush_cache`, the prefix cache is emptied and running requests are retracted, so
-    that no KV of the old weights is used. Returns the number of requests that wait. Raises `ParameterError` if the
-    checkpoint does not fit; the old weights then stay."""
+    that no KV of the old weights is used. `weight_version`: the name of the new ones; None keeps the old name. Returns
+    the number of requests that wait. Raises `ParameterError` if the checkpoint does not fit; the old weights then
+    stay."""
 
     model_path: str
     abort_all: bool = False
     flush_cache: bool = True
+    weight_version: str | None = None
 
     def read(self, reply: Reply) -> int:
         return int(reply.message)

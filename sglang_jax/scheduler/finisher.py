@@ -14,7 +14,7 @@ from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import NewTokenReserve
 from sglang_jax.scheduler.rows import Rows
 from sglang_jax.scheduler.sessions import Sessions
-from sglang_jax.scheduler.step_log import Counts
+from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.waiting_queue import Queues
 
 RETRACTIONS_IN_TURN = 4
@@ -38,7 +38,7 @@ class Finisher:
         constraints: Constraints,
         sessions: Sessions,
         reserve: NewTokenReserve,
-        counts: Counts,
+        log: StepLog,
         now: float,
         recent: RecentOutputs | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class Finisher:
         self._constraints = constraints
         self._sessions = sessions
         self._reserve = reserve
-        self._counts = counts
+        self._log = log
 
     def end(
         self,
@@ -78,7 +78,7 @@ class Finisher:
             self._note_output(self._recent, request)
         request.move_to(RequestState.FINISHED)
         del self.requests[request.id]
-        self._counts.finished += 1
+        self._log.counts.finished += 1
         if request.kv is not None:
             self._rows.leave(request, insert=insert)
 
@@ -112,6 +112,7 @@ class Finisher:
             f"holds {group.size}; "
             f"raise {group.remedy}"
         )
+        self._log.ended_for_pages(self._reserve.ratio)
         self.end(request, "error", insert=False, error=error)
 
     def _too_small_for(self, tokens: int) -> Group:
@@ -135,16 +136,16 @@ class Finisher:
         """Takes a request's row and returns it, with its output, to the queue, before new requests. No step may be in
         flight."""
         request.retractions += 1
+        self._log.retracted(self._reserve.ratio)
         self.requeue(request)
         self._rows.release(self._rows.num_leaving)
         self._reserve.raise_ratio()
-        self._counts.retractions += 1
 
     def take_row(self, request: Request) -> None:
         """Retracts a request in the background for others to be admitted. No step may be in flight."""
+        self._log.retracted(self._reserve.ratio)
         self.requeue(request)
         self._rows.release(self._rows.num_leaving)
-        self._counts.retractions += 1
 
     def restart(self, request: Request) -> None:
         """Returns a request to the queue, to recompute its prompt and output from valid KV."""

@@ -195,7 +195,8 @@ class SchedulerLoop:
         scheduler.pause(PauseMode.ABORT if command.abort_all else PauseMode.IN_PLACE)
         try:
             with self._pulse.building():
-                scheduler.load_weights(command.model_path)
+                scheduler.load_weights(command.model_path, command.weight_version)
+            self._send_stats()  # before outputs of the new weights, because it has the name of their version
             if command.flush_cache:
                 scheduler.forget_kv()
         except (CheckpointError, ConfigError) as error:
@@ -208,7 +209,10 @@ class SchedulerLoop:
         now = time.monotonic()
         if self.scheduler.idle or now - self._stats_at >= STATS_SECONDS:
             self._stats_at = now
-            self._channel.send(self._stats(self._runner.report()))
+            self._send_stats()
+
+    def _send_stats(self) -> None:
+        self._channel.send(self._stats(self._runner.report()))
 
     def _stats(self, report: RunnerReport) -> SchedulerStats:
         scheduler = self.scheduler

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
+from sglang_jax.config import DEFAULT_WEIGHT_VERSION
 from sglang_jax.sampling.params import SamplingParams
 
 Result = TypeVar("Result")
@@ -230,6 +231,7 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
       accepted drafts.
     - `gen_throughput`: output tokens per second over the last interval.
     - `num_used_tokens`, `max_total_tokens`, `num_session_tokens`: of the first cache group.
+    - `weight_version`: of the weights that sampled all outputs that are sent after it, up to the next snapshot.
     - `groups`: all cache groups; empty if there is only one, of layers that see all tokens.
     - `num_pins_let_go`: how often a session lost its kept KV to others, or to the limit of sessions' memory.
     - `num_sessions_timed_out`: sessions closed by their timeout.
@@ -260,6 +262,7 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     num_sessions_timed_out: int = 0
     new_token_reserve: float = 0.0
     steps: int = 0
+    weight_version: str = DEFAULT_WEIGHT_VERSION
     groups: list[GroupUsage] = []
     experts: list[ExpertBalance] = []
 

@@ -37,7 +37,7 @@ from sglang_jax.scheduler.reserve import NewTokenReserve
 from sglang_jax.scheduler.result_processor import ResultProcessor
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Rows
 from sglang_jax.scheduler.sessions import Sessions
-from sglang_jax.scheduler.step_log import StepLog
+from sglang_jax.scheduler.step_log import RetractionCause, StepLog
 from sglang_jax.scheduler.step_time import Padding
 from sglang_jax.scheduler.stress import Stress, evict_all, retractable
 from sglang_jax.scheduler.waiting_queue import Queues, WaitingQueue
@@ -106,7 +106,7 @@ class Scheduler:
             self.constraints,
             self.sessions,
             self.reserve,
-            self.log.counts,
+            self.log,
             clock(),
             self._recent,
         )
@@ -118,6 +118,7 @@ class Scheduler:
         )
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
+        self.weight_version = config.weight_version
         self.paused = False
         self.released: frozenset[MemoryTag] = frozenset()
         self._pages_checked_at = 0
@@ -297,9 +298,11 @@ class Scheduler:
         self._runner.resume_memory(weights=MemoryTag.WEIGHTS in back, kv=MemoryTag.KV_CACHE in back)
         self.released -= back
 
-    def load_weights(self, model_path: str) -> None:
-        """Replaces the weights, also released ones. Raises as `Runner.load_weights`."""
+    def load_weights(self, model_path: str, version: str | None = None) -> None:
+        """Replaces the weights, also released ones, and the name of their version unless it is None. Raises as
+        `Runner.load_weights`."""
         self._runner.load_weights(model_path)
+        self.weight_version = self.weight_version if version is None else version
         self.released -= {MemoryTag.WEIGHTS}
 
     def step(self) -> None:
@@ -332,6 +335,7 @@ class Scheduler:
         if self._stress.retracts(self.log.steps):
             self._finish_in_flight()
             self._finisher.retract_one_of(retractable(self.rows))
+            self.log.write_retractions(RetractionCause.TEST)
         if self._stress.evicts(self.log.steps):
             evict_all(self.cache)
 
@@ -359,12 +363,14 @@ class Scheduler:
         if self.background.must_give_back():
             self._finish_in_flight()
             self.background.give_back()
+            self.log.write_retractions(RetractionCause.OTHERS_WAIT)
         while True:
             try:
                 planned = self._plan(self.cache.launched_step + 1)
             except OutOfPages:
                 self._make_room()
                 continue
+            self.log.write_retractions(RetractionCause.KV_FULL)
             if planned is None:
                 return None
             self._announce(planned)
@@ -381,6 +387,7 @@ class Scheduler:
         if prompts_wait:
             for decisions in self.background.decisions(step, lambda: self._planner.allowance(step, decode)):
                 self._carry_out(decisions)
+        self.log.looked(self.background.short_of_slots)
         return self._planner.plan(step, decode)
 
     def _carry_out(self, decisions: Decisions) -> None:
@@ -445,7 +452,7 @@ class Scheduler:
         if planned.plan.copies:
             self._queues.look_again()  # the copied states can be evicted now
         sampled = self._results.process(planned, result)
-        self.log.finished(sampled)
+        self.log.finished(sampled, result.replayed)
         self.reserve.decay()
 
     def _note_time(self, launched: LaunchedStep) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,24 @@ logger = logging.getLogger(__name__)
 
 THROUGHPUT_SECONDS = 0.5
 """Minimum interval over which the generation throughput is averaged."""
+
+
+class RetractionCause(Enum):
+    """Why requests were retracted, as the log says it."""
+
+    KV_FULL = "KV cache pool is full. Retract requests."
+    OTHERS_WAIT = "Other requests wait. Retract requests of the background."
+    TEST = "Testing retraction."
+
+
+@dataclass(slots=True)
+class _Retractions:
+    """Retractions without a line yet. `ratio`: of `NewTokenReserve` before the first; `ended`: requests that were ended
+    because they do not fit even without others."""
+
+    ratio: float
+    retracted: int = 0
+    ended: int = 0
 
 
 @dataclass(slots=True)
@@ -50,6 +69,8 @@ class StepLog:
         self._throughput = 0.0
         self._throughput_since = time.monotonic()
         self._throughput_tokens = 0
+        self._retractions: _Retractions | None = None
+        self._short_of_slots = False
 
     def started(self, request: Request) -> None:
         self.counts.prompt_tokens += request.prompt_len
@@ -67,14 +88,54 @@ class StepLog:
         self.counts.draft_tokens += drafts
         self.counts.accepted_tokens += right
 
-    def finished(self, num_tokens: int) -> None:
-        """Counts a finished step, which sampled `num_tokens` tokens."""
+    def retracted(self, ratio: float) -> None:
+        """Counts a retraction. `ratio`: of `NewTokenReserve` before it."""
+        self.counts.retractions += 1
+        self._pending(ratio).retracted += 1
+
+    def ended_for_pages(self, ratio: float) -> None:
+        """Notes a request that was ended because it does not fit even without others."""
+        self._pending(ratio).ended += 1
+
+    def _pending(self, ratio: float) -> _Retractions:
+        self._retractions = self._retractions or _Retractions(ratio)
+        return self._retractions
+
+    def write_retractions(self, cause: RetractionCause) -> None:
+        """Writes one line about all retractions since the last call, if there were any."""
+        noted, self._retractions = self._retractions, None
+        if noted is None:
+            return
+        ended = f", #aborted_retracted_reqs: {noted.ended}" if noted.ended else ""
+        logger.log(
+            logging.WARNING if cause is RetractionCause.KV_FULL else logging.INFO,
+            "%s #retracted_reqs: %d%s, #new_token_ratio: %.4f -> %.4f",
+            cause.value,
+            noted.retracted,
+            ended,
+            noted.ratio,
+            self._scheduler.reserve.ratio,
+        )
+
+    def looked(self, short_of_slots: bool) -> None:
+        """Writes a line when the first request waits for a slot of states: one until no request does."""
+        if short_of_slots and not self._short_of_slots:
+            logger.warning(
+                "State slots are short. Requests wait. %s, #running-req: %d, #queue-req: %d",
+                self._usage(),
+                self._scheduler.num_running,
+                self._scheduler.num_waiting,
+            )
+        self._short_of_slots = short_of_slots
+
+    def finished(self, num_tokens: int, replayed: bool) -> None:
+        """Counts a finished step, which sampled `num_tokens` tokens. `replayed`: see `StepResult`."""
         self.counts.generation_tokens += num_tokens
         if num_tokens == 0:
             return
         self._decode_steps += 1
         if self._decode_steps % self._decode_interval == 0 and logger.isEnabledFor(logging.INFO):
-            self._write_decode_line()
+            self._write_decode_line(replayed)
 
     def stats(
         self, compiles_after_warm_up: int, programs_left: int = 0, experts: Sequence[ExpertBalance] = ()
@@ -105,6 +166,7 @@ class StepLog:
             num_sessions_timed_out=scheduler.sessions.num_timed_out,
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,
+            weight_version=scheduler.weight_version,
             groups=self._groups() if self._names_groups() else [],
             experts=list(experts),
         )
@@ -121,7 +183,7 @@ class StepLog:
     def _usage(self) -> str:
         groups = self._groups()
         if self._names_groups():
-            return ", ".join([f"{group.usage_name}: {group.usage:.2f}" for group in groups])
+            return ", ".join([_usage_of(group) for group in groups])
         return f"token usage: {groups[0].usage:.2f}"
 
     def _names_groups(self) -> bool:
@@ -146,13 +208,20 @@ class StepLog:
             scheduler.num_waiting,
         )
 
-    def _write_decode_line(self) -> None:
+    def _write_decode_line(self, replayed: bool) -> None:
         scheduler = self._scheduler
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, %s, gen throughput (token/s): %.2f, #queue-req: %d",
+            "Decode batch, #running-req: %d, #token: %d, %s, cuda graph: %s, gen throughput (token/s): %.2f, "
+            "#queue-req: %d",
             scheduler.num_running,
             scheduler.num_used_tokens,
             self._usage(),
+            replayed,
             self._measure(),
             scheduler.num_waiting,
         )
+
+
+def _usage_of(group: GroupUsage) -> str:
+    number = f"{group.name} num: {group.used_tokens}, " if group.unit == "slot" else ""
+    return f"{number}{group.usage_name}: {group.usage:.2f}"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
+from sglang_jax.config import WeightVersion
 from sglang_jax.errors import ParameterError, RequestError, cut
 from sglang_jax.scheduler import commands
 from sglang_jax.scheduler.commands import MemoryTag, PauseMode
@@ -86,12 +87,14 @@ class MemoryBody(Body):
 
 
 class UpdateWeightsBody(Body):
-    """`POST /update_weights_from_disk`. `model_path`: like `--model-path`. `torch_empty_cache`, `token_step`: ignored,
-    because they cannot change an output."""
+    """`POST /update_weights_from_disk`. `model_path`: like `--model-path`; `weight_version`: like
+    `--weight-version`, by default as before. `torch_empty_cache`, `token_step`: ignored, because they cannot change an
+    output."""
 
     model_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARACTERS)]
     abort_all_requests: bool | None = None
     flush_cache: bool | None = None
+    weight_version: WeightVersion | None = None
     torch_empty_cache: bool | None = None
     token_step: int | None = None
 
@@ -156,7 +159,7 @@ def control_router(context: ServerContext) -> APIRouter:
         """Replaces the weights on all replicas by those of another checkpoint of the same architecture. Continues if
         the client disconnects."""
         command = commands.UpdateWeights(
-            body.model_path, body.abort_all_requests is True, body.flush_cache is not False
+            body.model_path, body.abort_all_requests is True, body.flush_cache is not False, body.weight_version
         )
         waiting = await asyncio.shield(context.client.call(command))
         message = f"the weights are now those of {body.model_path}"
@@ -234,11 +237,12 @@ def _profile_body(command: commands.StartProfile) -> dict[str, object]:
 
 
 def _weights_body(command: commands.UpdateWeights) -> dict[str, object]:
-    return {
+    body: dict[str, object] = {
         "model_path": command.model_path,
         "abort_all_requests": command.abort_all,
         "flush_cache": command.flush_cache,
     }
+    return body if command.weight_version is None else {**body, "weight_version": command.weight_version}
 
 
 def _memory_body(command: commands.ReleaseMemory | commands.ResumeMemory) -> dict[str, object]:

@@ -29,6 +29,7 @@ class Load(msgspec.Struct, kw_only=True):
     cache_hit_rate: float
     utilization: float
     programs_left: int
+    weight_version: str
     max_running_requests: int
     state: str
     address: str
@@ -85,6 +86,7 @@ def _load(one: ReplicaLoad, now: str) -> Load:
         cache_hit_rate=stats.cache_hit_rate,
         utilization=stats.num_running / one.max_running_requests if one.max_running_requests else 0.0,
         programs_left=stats.programs_left,
+        weight_version=stats.weight_version,
         max_running_requests=one.max_running_requests,
         state=one.state.value,
         address=one.address,

@@ -116,6 +116,12 @@ def _why_not_alive(loads: list[ReplicaLoad]) -> str:
     return "no replica serves: " + ", ".join(f"{load.index} is {load.state}" for load in loads)
 
 
+def _weight_version(client: EngineClient) -> str:
+    """The version of the weights of all replicas that serve; empty if they differ."""
+    versions = {load.stats.weight_version for load in client.loads() if load.state is ReplicaState.SERVING}
+    return "" if len(versions) > 1 else next(iter(versions), client.model_info.weight_version)
+
+
 def information_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
     config = context.config
@@ -148,6 +154,7 @@ def information_router(context: ServerContext) -> APIRouter:
         info = asdict(context.client.model_info)
         return {
             **info,
+            "weight_version": _weight_version(context.client),
             "served_model_name": config.model_name,
             "tokenizer_path": config.tokenizer_path or config.model_path,
             "is_generation": True,

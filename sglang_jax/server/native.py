@@ -66,6 +66,7 @@ class NativeFormat:
             "completion_tokens": delta.completion_tokens,
             "cached_tokens": None if self.hide_cached_tokens else delta.cached_tokens,
             "e2e_latency": time.perf_counter() - self.begin,
+            "weight_version": delta.weight_version,
         }
         if self.with_times:
             meta |= elapsed_times(delta)

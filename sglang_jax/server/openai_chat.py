@@ -28,7 +28,7 @@ from sglang_jax.server.fields import routing_key
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import ChatLogprobs, chat_logprobs
 from sglang_jax.server.openai_schema import ChatBody
-from sglang_jax.server.openai_usage import Usage, usage_of, usage_so_far
+from sglang_jax.server.openai_usage import Usage, usage_of, usage_so_far, weights_metadata
 from sglang_jax.server.openapi import answers
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
 from sglang_jax.server.streaming import OPENAI_EVENTS, StreamStyle, event, json_response, until_disconnect
@@ -95,6 +95,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metadata: dict[str, str]
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -162,6 +163,7 @@ class ChatWriter:
                 model=self.context.config.model_name,
                 choices=choices,
                 usage=usage_of(self.planned.tokens),
+                metadata=weights_metadata(outputs),
             )
         )
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -24,7 +25,7 @@ from sglang_jax.server.fill_in import FilledPrompt, GapTokens
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWriter
 from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
-from sglang_jax.server.openai_usage import Usage, usage_of, usage_so_far
+from sglang_jax.server.openai_usage import Usage, usage_of, usage_so_far, weights_metadata
 from sglang_jax.server.openapi import answers
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
 from sglang_jax.server.streaming import around, event, json_list_response, open_event_stream, until_disconnect
@@ -52,6 +53,7 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
 
 
 @dataclass(slots=True)
@@ -151,7 +153,9 @@ class CompletionFormat:
         for number, group in enumerate(outputs):
             for output in group:
                 self.tokens.add(number, output)
-        head, tail = around(self.answer([], usage_of(self.tokens)), "choices")
+        answer = self.answer([], usage_of(self.tokens))
+        answer.metadata = weights_metadata(chain(*outputs))
+        head, tail = around(answer, "choices")
         choices = (self.choice(number, output) for number, group in enumerate(outputs) for output in group)
         return json_list_response(head, choices, tail)
 

@@ -1,10 +1,13 @@
-"""Token counts as OpenAI's routes report them."""
+"""Token counts and the version of the weights, as OpenAI's routes report them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from sglang_jax.engine.types import OutputDelta
 from sglang_jax.server.openai_schema import OpenAIBody
 from sglang_jax.server.token_count import TokenCount
 
@@ -35,3 +38,8 @@ def usage_so_far(tokens: TokenCount, body: OpenAIBody) -> Usage | UnsetType | No
     if body.continuous_usage:
         return usage_of(tokens)
     return None if body.include_usage else UNSET
+
+
+def weights_metadata(outputs: Iterable[OutputDelta]) -> dict[str, str]:
+    """The `metadata` of an answer: the version of the weights of its first choice."""
+    return {"weight_version": next(iter(outputs)).weight_version}

@@ -38,6 +38,7 @@ class GenerateMeta(TypedDict):
     completion_tokens: int
     cached_tokens: int | None
     e2e_latency: float
+    weight_version: str
     queue_time: NotRequired[float]
     sampled_ago: NotRequired[list[float]]
     spec_verify_ct: NotRequired[int]

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from sglang_jax.config import DEFAULT_WEIGHT_VERSION
 from sglang_jax.engine.output import RequestOutputs
 from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TokenizedRequest, TokenLogprob
 from sglang_jax.logs import REQUEST_ID, REQUEST_ID_HEADER
@@ -141,6 +142,7 @@ def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: boo
         logprobs=_logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs")),
         prompt_logprobs=prompt_logprobs,
         drafts=_drafts(meta),
+        weight_version=meta.get("weight_version", DEFAULT_WEIGHT_VERSION),
     )
     outputs.started = True
     outputs.completions[delta.index].add(delta)

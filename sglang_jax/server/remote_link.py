@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,12 +285,20 @@ class RemoteLink:
             max_total_tokens=self._tokens,
             gen_throughput=sum(load["gen_throughput"] for load in loads),
             programs_left=sum(load.get("programs_left", 0) for load in loads),
+            weight_version=_version(loads, self._model_info.weight_version),
         )
         self._external_load = max(self._stats.num_running + self._stats.num_waiting - mine, 0)
 
     def _lose(self, reason: str) -> None:
         if not self._over.done():
             self._over.set_result(reason)
+
+
+def _version(loads: Sequence[Mapping[str, Any]], otherwise: str) -> str:
+    """The version of the weights of all replicas of a server, empty if they differ. `otherwise`: that of an older
+    server, which does not tell it."""
+    versions = {load.get("weight_version", otherwise) for load in loads}
+    return "" if len(versions) > 1 else next(iter(versions), otherwise)
 
 
 async def _get(http: httpx2.AsyncClient, path: str) -> Any:

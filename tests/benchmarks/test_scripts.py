@@ -128,6 +128,12 @@ def test_prefix_cache(load: Any) -> None:
     assert all(row["match us"] > 0 and row["evict page us"] > 0 for row in rows)
 
 
+def test_page_frees(load: Any) -> None:
+    row = load("page_frees", POOL=2048).measure(512, 16, 2)
+    assert row["pool us"] > 0
+    assert row["unique and cat us"] > 0
+
+
 def test_fair_prefill(load: Any) -> None:
     module = load("fair_prefill")
     for chunk, target, plain in ((512, None, True), (8192, 50.0, False)):

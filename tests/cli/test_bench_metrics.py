@@ -89,6 +89,8 @@ def test_percentiles_interpolate() -> None:
         {
             "mean_ttft_ms": 51.0,
             "median_ttft_ms": 51.0,
+            "std_ttft_ms": 29.154759,
+            "max_ttft_ms": 101.0,
             "p90_ttft_ms": 91.0,
             "p95_ttft_ms": 96.0,
             "p99_ttft_ms": 100.0,
@@ -121,7 +123,10 @@ def test_a_summary_counts_what_succeeded() -> None:
 
 
 def test_offline_rates() -> None:
-    figures = offline_summary(duration=2.0, requests=4, input_tokens=100, cached_tokens=10, output_tokens=60)
+    figures = offline_summary(
+        duration=2.0, requests=4, input_tokens=100, cached_tokens=10, output_tokens=60, last_throughput=33.0
+    )
+    assert figures["last_gen_throughput"] == 33.0
     assert figures["request_throughput"] == 2.0
     assert figures["input_throughput"] == 50.0
     assert figures["output_throughput"] == 30.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,7 +100,15 @@ def test_lengths_are_exact(
     assert line["total_output_tokens"] == output_tokens
     assert line["output_throughput"] == pytest.approx(output_tokens / line["total_latency"])
     assert line["compiles_after_warm_up"] == 0
-    assert f"{output_tokens} output tokens" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for label, figure in (
+        ("Successful requests:", "successful_requests"),
+        ("Total generated tokens:", "total_output_tokens"),
+        ("Last generation throughput (tok/s):", "last_gen_throughput"),
+        ("Total token throughput (tok/s):", "total_throughput"),
+    ):
+        (value,) = re.findall(rf"^{re.escape(label)} +([\d.]+)$", printed, re.MULTILINE)
+        assert float(value) == pytest.approx(line[figure], abs=0.005), label
 
 
 @pytest.mark.usefixtures("echo_engine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,34 @@ from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name
 
 SMALL = ["--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "8"]
+
+
+PUBLISHED_ROWS = {
+    "Successful requests:": "completed",
+    "Benchmark duration (s):": "duration",
+    "Total input tokens:": "total_input_tokens",
+    "Total generated tokens:": "total_output_tokens",
+    "Total generated tokens (retokenized):": "total_output_tokens_retokenized",
+    "Request throughput (req/s):": "request_throughput",
+    "Input token throughput (tok/s):": "input_throughput",
+    "Output token throughput (tok/s):": "output_throughput",
+    "Total token throughput (tok/s):": "total_throughput",
+    "Concurrency:": "concurrency",
+    "Mean E2E Latency (ms):": "mean_e2e_latency_ms",
+    "Median E2E Latency (ms):": "median_e2e_latency_ms",
+    "Mean TTFT (ms):": "mean_ttft_ms",
+    "Median TTFT (ms):": "median_ttft_ms",
+    "P99 TTFT (ms):": "p99_ttft_ms",
+    "Mean TPOT (ms):": "mean_tpot_ms",
+    "Median TPOT (ms):": "median_tpot_ms",
+    "P99 TPOT (ms):": "p99_tpot_ms",
+    "Mean ITL (ms):": "mean_itl_ms",
+    "Median ITL (ms):": "median_itl_ms",
+    "P95 ITL (ms):": "p95_itl_ms",
+    "P99 ITL (ms):": "p99_itl_ms",
+    "Max ITL (ms):": "max_itl_ms",
+}
+"""Labels that published scripts search for, and their keys in the line of JSON."""
 
 
 @contextmanager
@@ -42,7 +71,7 @@ def test_every_option_is_a_flag() -> None:
 
 
 def test_the_native_route_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(first_delay=0.1, step_delay=0.02) as fake:
+    with served(first_delay=0.1, step_delay=0.02, tokenizes=True) as fake:
         line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--warmup-requests", "0")
     assert line["completed"] == 6
     assert line["total_input_tokens"] == 6 * 12
@@ -60,9 +89,12 @@ def test_the_native_route_is_measured(tmp_path: Path, capsys: pytest.CaptureFixt
         assert len(body["input_ids"]) == 12
         assert max(body["input_ids"]) < VOCAB_SIZE
         assert body["sampling_params"] == {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    assert line["total_output_tokens_retokenized"] == 6 * 8 * 2
     printed = capsys.readouterr().out
-    assert "6 requests in" in printed
-    assert "inter-token latency" in printed
+    for label, figure in PUBLISHED_ROWS.items():
+        (value,) = re.findall(rf"^{re.escape(label)} +([\d.]+)$", printed, re.MULTILINE)
+        assert float(value) == pytest.approx(line[figure], abs=0.005), label
+    assert "Outputs were not" not in printed
 
 
 def test_progress_is_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +148,11 @@ def test_intervals_are_left_out_where_the_server_hides_counts(
     assert line["requests_with_itl"] == 0
     assert "mean_itl_ms" not in line
     assert "mean_chunk_gap_ms" in line
-    assert "covers 0 of 6 requests" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "covers 0 of 6 requests" in printed
+    assert "ITL (ms)" not in printed
+    assert "Outputs were not tokenized again" in printed
+    assert "retokenized" not in printed
 
 
 TURNS = ["--dataset-name", "multi-turn", "--multi-turn-num-turns", "3", "--num-prompts", "2"]

@@ -31,6 +31,7 @@ OTHER_VALUES: dict[str, Any] = {
     "load_format": "dummy",
     "model_impl": "transformers",
     "compile_passes": "rope,norm",
+    "weight_version": "step-7",
     "dump_graphs": Path("some/graphs"),
     "backend": "jax",
     "device": "cpu",

@@ -37,13 +37,17 @@ from sglang_jax.spellings import (
     ALIASES,
     BENCHMARK_REFUSED,
     NEEDLESS,
+    NEEDLESS_VARIABLES,
     REFUSED,
+    REFUSED_FAMILIES,
     REFUSED_VALUES,
     SAMPLING_ELSEWHERE,
     SAMPLING_FIELDS,
     SHORT_FLAGS,
     VALUES,
+    VARIABLES,
 )
+from sglang_jax.spellings import refusal as reason
 from tpu.figures import Request
 
 OTHER_NAMES = [(alias, field) for field, aliases in ALIASES.items() for alias in aliases]
@@ -108,14 +112,73 @@ def test_no_name_has_two_meanings() -> None:
         *REFUSED,
     ]
     assert len(names) == len(set(names))
+    assert not [(start, name) for start in REFUSED_FAMILIES for name in names if name.startswith(start)]
     assert set(ALIASES) <= set(EngineConfig.model_fields)
     assert set(SAMPLING_FIELDS.values()) <= set(SamplingParams.__dataclass_fields__)
     assert not set(SAMPLING_FIELDS) & set(SamplingParams.__dataclass_fields__)
 
 
+def test_every_published_option_is_accepted_or_explained() -> None:
+    """`published_options.txt`: options in published commands and printed configurations of other engines."""
+    flags = Path(__file__).with_name("published_options.txt").read_text().split()
+    names = {flag.strip("-").replace("-", "_") for flag in flags}
+    assert not {name for name in names - NEEDLESS.keys() - ServerConfig.model_fields.keys() if reason(name) is None}
+
+
+def test_a_family_is_refused_by_flag_file_and_keyword(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    told = f"is {REFUSED_FAMILIES['kt_'].note}"
+    assert refusal(capsys, "model", "--kt_method", "x", "--tp", "2") == f"Error: --kt-method {told}\n"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"kt-method": "x"}))
+    assert refusal(capsys, "--config", str(file)) == f"Error: --config {file}: kt_method {told}\n"
+    with pytest.raises(ConfigError, match=f"^kt_method {told}$"):
+        Engine(kt_method="x")
+    assert run(cli, "x", ["bench", "serving", "--kt-method", "x"]) == 2
+    assert capsys.readouterr().err == "Error: No such option '--kt-method'.\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "fields", "noted"),
+    [
+        ({"SGLANG_DEBUG_MEMORY_POOL": "1"}, {"debug_memory": True}, 1),
+        ({"SGLANG_DEBUG_MEMORY_POOL": "1", "SGLANG_JAX_DEBUG_MEMORY": "0"}, {"debug_memory": False}, 1),
+        ({"SGLANG_TEST_RETRACT": "true"}, {"test_retract": 3}, 1),
+        ({"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}, {"test_retract": 7}, 2),
+        ({"SGLANG_TEST_RETRACT": "0", "SGLANG_TEST_RETRACT_NO_PREFILL_BS": "4"}, {"test_retract": None}, 1),
+    ],
+)
+def test_variables_of_other_engines_are_read_or_noted(
+    variables: dict[str, str],
+    fields: dict[str, object],
+    noted: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SGLANG_JAX_DEBUG_MEMORY")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = parse().model_dump()
+    assert {field: found[field] for field in fields} == fields
+    assert parse("--test-retract", "9").test_retract == 9
+    lines = capsys.readouterr().err.splitlines()[:noted]
+    known = [f"{name} is the same as {what}" for name, what in VARIABLES.items()]
+    known += [f"{name} has no effect: {note}" for name, note in NEEDLESS_VARIABLES.items()]
+    assert len(lines) == noted
+    assert set(lines) <= set(known)
+    with pytest.warns(UserWarning, match=r"^SGLANG_") as warned, pytest.raises(ConfigError):
+        Engine(zzz=1)
+    assert [str(warning.message) for warning in warned] == lines
+    assert {warning.filename for warning in warned} == {__file__}
+    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "0")
+    assert "SGLANG_TEST_RETRACT_INTERVAL: Input should be greater than or equal to 1, got '0'" in refusal(capsys)
+
+
 def test_every_flag_that_an_explanation_names_exists() -> None:
     values = [note for refused in REFUSED_VALUES.values() for note in refused.values()]
-    for note in (*(other.note for other in (*NEEDLESS.values(), *REFUSED.values())), *values):
+    for note in (
+        *(other.note for other in (*NEEDLESS.values(), *REFUSED.values(), *REFUSED_FAMILIES.values())),
+        *values,
+    ):
         for flag in re.findall(r"--([a-z-]+)", note):
             assert flag.replace("-", "_") in ServerConfig.model_fields, note
 
@@ -156,6 +219,7 @@ def test_options_for_the_fixed_behaviour_are_accepted_with_a_note(
         (Device, "gpu", Device.CUDA),
         (LogLevel, "INFO", LogLevel.INFO),
         (AttentionBackend, "torch-native", AttentionBackend.NATIVE),
+        (AttentionBackend, "sage_attn", AttentionBackend.SAGE),
     ],
 )
 def test_values_may_have_other_spellings(enum: type[Choice], spelling: str, value: Choice) -> None:
@@ -272,7 +336,7 @@ def test_a_benchmark_explains_values_too(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_vaguely_similar_names_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--gc-threshold", "--show-time-cost", "--numa-node"):
+    for flag in ("--gc-threshold", "--show-cost", "--numa"):
         assert refusal(capsys, flag, "2") == f"Error: No such option '{flag}'.\n"
     for flag, near in (("--prot", "--port"), ("--log-lvl", "--log-level"), ("--context-len", "--context-length")):
         assert f"Did you mean '{near}'?" in refusal(capsys, flag, "2")
@@ -486,6 +550,7 @@ def test_the_migration_page_has_these_tables() -> None:
     rows = [row for rows in TABLES.values() for row in rows()]
     listed = " ".join(cell for row in rows for cell in row)
     names = [*NEEDLESS, *REFUSED, *BENCHMARK_REFUSED, *(alias for alias, _ in OTHER_NAMES)]
+    names += [f"{start}*" for start in REFUSED_FAMILIES]
     assert all(f"`{flag_name(name)}`" in listed for name in names)
     values = [value for table in (VALUES, REFUSED_VALUES) for enum in table.values() for value in enum]
     assert all(f"`{value}`" in listed for value in (*values, *SAMPLING_FIELDS, *SAMPLING_ELSEWHERE))

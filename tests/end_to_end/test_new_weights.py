@@ -133,17 +133,20 @@ def test_outputs_are_those_of_a_server_with_the_new_weights(
 ) -> None:
     """Refusals leave the old weights. A draft model stays, and changes no output."""
     options = {"speculative_algorithm": "draft", "speculative_draft_model_path": str(folders["first"])}
+    options["weight_version"] = "of birth"
     with serve(folders["first"], backend, **options) as server:
         old, logprobs, _ = answer(server)
         assert (old, logprobs) != expected[:2]
         for name, words in (("wider", "layers"), ("torn", "model.safetensors"), ("none", "none")):
-            refused = update(server, folders.get(name, name))
+            refused = update(server, folders.get(name, name), weight_version=name)
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "model_path"
             assert words in refused.json()["error"]["message"]
         assert answer(server)[:2] == (old, pytest.approx(logprobs))
-        done = update(server, folders["second"])
+        assert server.http.get("/model_info").json()["weight_version"] == "of birth"
+        done = update(server, folders["second"], weight_version="second")
         assert done.json()["success"] is True
+        assert server.http.get("/model_info").json()["weight_version"] == "second"
         new, logprobs, cached = answer(server)
         assert (new, cached) == (expected[0], 0)
         assert logprobs == pytest.approx(expected[1], abs=1e-4)

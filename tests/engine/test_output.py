@@ -28,7 +28,15 @@ from sglang_jax.engine.packed_logprobs import token_logprob
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, GenerateOutput, OutputDelta
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.scheduler.messages import DraftCounts, Finished, Started, StepOutputs, WireError, WireLogprob
+from sglang_jax.scheduler.messages import (
+    DraftCounts,
+    Finished,
+    SchedulerStats,
+    Started,
+    StepOutputs,
+    WireError,
+    WireLogprob,
+)
 
 
 def completion(stop: tuple[str, ...] = ()) -> Completion:
@@ -146,6 +154,32 @@ async def test_unread_streams_have_a_total_size_limit(monkeypatch: pytest.Monkey
     assert len((await whole).token_ids) == 3000
     for stream in streams:
         await stream.aclose()
+    await client.close()
+
+
+async def test_an_output_has_the_version_of_the_weights_that_ended_it() -> None:
+    """A snapshot of the core names the version of all outputs after it. What had ended before keeps its own."""
+    core = ScriptedCore()
+    client = core.client()
+    sampling = SamplingParams(max_new_tokens=9, stop=("c",))
+    readers = [
+        asyncio.create_task(anext(client.generate(GenerateInput(prompt=[1], sampling=sampling, stream=stream))))
+        for stream in (True, False, False)
+    ]
+    while len(core.new) < 3:
+        await asyncio.sleep(0)
+
+    def step(number: int, text: bytes) -> None:
+        ids, tokens = np.full(len(text), core.new[number].id, np.int64), np.array([*text], np.int32)
+        core.deliver(StepOutputs(ids=ids.tobytes(), tokens=tokens.tobytes()))
+
+    core.deliver(SchedulerStats(weight_version="v1"))
+    step(0, b"ab")
+    step(1, b"abc")
+    assert (await readers[0]).weight_version == "v1"
+    core.deliver(SchedulerStats(weight_version="v2"))
+    step(2, b"abc")
+    assert [(await reader).weight_version for reader in readers[1:]] == ["v1", "v2"]
     await client.close()
 
 

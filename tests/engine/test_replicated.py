@@ -354,11 +354,13 @@ async def test_keys_stay_with_their_replica_until_it_is_gone(two: ScriptedReplic
 def test_pools_of_all_replicas_are_added_up_by_name() -> None:
     full, swa = GroupUsage("full", 10, 100), GroupUsage("swa", 30, 40, session_tokens=7)
     several = [
-        SchedulerStats(groups=[full, swa], steps=2),
-        SchedulerStats(),
-        SchedulerStats(groups=[full, swa], steps=3),
+        SchedulerStats(groups=[full, swa], steps=2, weight_version="new"),
+        SchedulerStats(weight_version="new"),
+        SchedulerStats(groups=[full, swa], steps=3, weight_version="new"),
     ]
     total = total_stats(several)
+    assert total.weight_version == "new"
+    assert total_stats([*several, SchedulerStats()]).weight_version == "", "they differ"
     assert total.groups == [GroupUsage("full", 20, 200), GroupUsage("swa", 60, 80, session_tokens=14)]
     assert (total.steps, total.token_usage) == (5, 0.75)
 

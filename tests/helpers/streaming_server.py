@@ -24,13 +24,14 @@ class FakeServer:
     """The requests that the server got, and how it answers.
 
     `first_delay` and `step_delay` are seconds; `tokens_per_chunk` tokens are sent at once. With `fail_after`, requests
-    beyond this number get status 503.
+    beyond this number get status 503. With `tokenizes`, there is `/tokenize`, for which every letter is two tokens.
     """
 
     first_delay: float = 0.0
     step_delay: float = 0.0
     tokens_per_chunk: int = 1
     fail_after: int | None = None
+    tokenizes: bool = False
     port: int = 0
     calls: list[tuple[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
@@ -46,6 +47,7 @@ class FakeServer:
                 Route("/v1/models", self._models),
                 Route("/model_info", self._model_info),
                 Route("/flush_cache", self._flush_cache, methods=["POST"]),
+                *([Route("/tokenize", self._tokenize, methods=["POST"])] if self.tokenizes else []),
                 *(
                     Route(path, self._generate, methods=["POST"])
                     for path in ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -58,6 +60,9 @@ class FakeServer:
 
     async def _model_info(self, request: Request) -> Response:
         return JSONResponse({"vocab_size": VOCAB_SIZE})
+
+    async def _tokenize(self, request: Request) -> Response:
+        return JSONResponse({"count": 2 * len((await request.json())["prompt"])})
 
     async def _flush_cache(self, request: Request) -> Response:
         self.calls.append(("/flush_cache", None))

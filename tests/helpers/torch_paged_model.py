@@ -16,6 +16,7 @@ from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import EngineConfig, ModelImpl
 from sglang_jax.runner.quantization import encodings_of
+from torch_backend.attention.fixed import BlockAttention, ChunksOnly, DecodeRowsOnly
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch, GroupPages
@@ -25,9 +26,10 @@ from torch_backend.kv_pages import KVPages, LayerMemory, StateDtypes
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
-from torch_backend.native_operations import NativeOperations
+from torch_backend.native_operations import EvenOperations, NativeOperations
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.recurrent.interface import StateImplementation
+from torch_backend.recurrent.native import NativeStates
 from torch_backend.recurrent.rows import StateRows
 from torch_backend.weights import load_weights
 
@@ -39,7 +41,7 @@ class TorchPagedModel:
 
     `numba`: attention and fused operations are CPU kernels. `traced`: the model is transformers', rewritten. Without
     `load` the model has no weights yet. `quantization`: of its weights while they are loaded. `block_matrices`: the
-    modules that keep their matrices in blocks, too.
+    modules that keep their matrices in blocks, too. `fixed`: a token's logits do not depend on the other tokens.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class TorchPagedModel:
         load: bool = True,
         quantization: Quantization | None = None,
         block_matrices: BlockMatrices | None = None,
+        fixed: bool = False,
     ) -> None:
         impl = ModelImpl.TRANSFORMERS if traced else ModelImpl.NATIVE
         checkpoint = open_checkpoint(str(folder), model_impl=impl)
@@ -64,12 +67,15 @@ class TorchPagedModel:
         shard = ModelShard.of(config, parallel.rank, parallel.size)
         if numba:
             attention = cpu_attention(dtype, *shard.head_forms(config))
+            if fixed:
+                attention = (DecodeRowsOnly if attention.prompts is None else ChunksOnly)(attention)
         head_dims = dict.fromkeys(attention.head_dim for attention in config.kv_attention)
+        operations = EvenOperations() if fixed else NativeOperations()
         kinds = {
             "dtype": dtype,
             "device": torch.device("cpu"),
-            "operations": cpu_operations(dtype, *head_dims) if numba else NativeOperations(),
-            "attention": attention or NativeAttention(),
+            "operations": cpu_operations(dtype, *head_dims) if numba else operations,
+            "attention": attention or (BlockAttention() if fixed else NativeAttention()),
         }
         self.model: Transformer | TracedTransformer
         if traced:
@@ -77,10 +83,13 @@ class TorchPagedModel:
             self.model.load(read)
         else:
             encodings = encodings_of(checkpoint, quantization)
-            kinds |= {"states": states, "encodings": encodings, "block_matrices": block_matrices}
+            kinds |= {"states": states or NativeStates(fixed=fixed), "encodings": encodings}
+            kinds |= {"block_matrices": block_matrices, "fixed": fixed}
             self.model = build_model(config, parallel=parallel, **kinds)
         if load and not traced:
             load_weights(self.model, checkpoint.reader, config, quantization=quantization)
+            if fixed:
+                self.model.fix_rows()
         self.keeps_states = config.keeps_states
         self.kv: list[LayerMemory] = []
         for layer in config.layers:

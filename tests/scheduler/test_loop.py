@@ -382,8 +382,12 @@ def test_new_weights_use_no_kv_of_old_ones(abort: bool, paused: bool, fails: boo
     if paused:
         channel.inbox = [PauseGeneration(PauseMode.IN_PLACE)]
         loop.turn()
-    channel.inbox = [UpdateWeights("missing" if fails else "new", abort_all=abort, call=7)]
+    channel.inbox = [UpdateWeights("missing" if fails else "new", abort_all=abort, weight_version="v2", call=7)]
+    before = len(channel.messages)
     loop.turn()
+    told = [m.weight_version if isinstance(m, SchedulerStats) else type(m) for m in channel.messages[before:]]
+    assert told[: told.index(Reply)].count("v2") == (not fails), "clients know the version before its first output"
+    assert channel.all_stats[-1].weight_version == ("default" if fails else "v2")
     (reply,) = [one for one in channel.replies if one.call == 7]
     assert reply.ok != fails
     assert runner.weights == ("" if fails else "new")

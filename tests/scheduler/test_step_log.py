@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -58,8 +59,10 @@ def test_decode_lines_come_every_few_steps(caplog: pytest.LogCaptureFixture, clo
         clock.now += 0.1
         bench.scheduler.step()
     assert caplog.messages[1:] == [
-        "Decode batch, #running-req: 2, #token: 32, token usage: 0.12, gen throughput (token/s): 18.18, #queue-req: 1",
-        "Decode batch, #running-req: 2, #token: 52, token usage: 0.20, gen throughput (token/s): 20.00, #queue-req: 1",
+        "Decode batch, #running-req: 2, #token: 32, token usage: 0.12, cuda graph: False, "
+        "gen throughput (token/s): 18.18, #queue-req: 1",
+        "Decode batch, #running-req: 2, #token: 52, token usage: 0.20, cuda graph: False, "
+        "gen throughput (token/s): 20.00, #queue-req: 1",
     ]
 
 
@@ -149,16 +152,104 @@ def test_states_are_counted_in_slots(caplog: pytest.LogCaptureFixture) -> None:
     bench.scheduler.step()
     bench.scheduler.step()
     assert caplog.messages == [
-        "Prefill batch, #new-seq: 1, #new-token: 16, #cached-token: 0, full token usage: 0.20, mamba usage: 0.25, "
-        "#running-req: 1, #queue-req: 0",
-        "Prefill batch, #new-seq: 0, #new-token: 4, #cached-token: 0, full token usage: 0.25, mamba usage: 0.38, "
-        "#running-req: 1, #queue-req: 0",
+        "Prefill batch, #new-seq: 1, #new-token: 16, #cached-token: 0, full token usage: 0.20, "
+        "mamba num: 2, mamba usage: 0.25, #running-req: 1, #queue-req: 0",
+        "Prefill batch, #new-seq: 0, #new-token: 4, #cached-token: 0, full token usage: 0.25, "
+        "mamba num: 3, mamba usage: 0.38, #running-req: 1, #queue-req: 0",
     ]
     full, mamba = bench.scheduler.log.stats(0).groups
     assert (full.unit, mamba.unit, mamba.used_tokens, mamba.max_tokens) == ("token", "slot", 3, 8)
     alone = Bench(window=CacheKind.STATE, pages=4, context=100)
     assert [group.name for group in alone.scheduler.log.stats(0).groups] == ["mamba"]
     assert (alone.scheduler.num_used_tokens, alone.scheduler.max_total_tokens) == (0, 400)
+
+
+NARROW = {"schedule_conservativeness": 0.01}
+"""Admits with almost no room kept for output, so that pages run out."""
+
+
+@pytest.mark.parametrize(
+    ("bench", "running", "waiting", "level", "line"),
+    [
+        (
+            Bench(pages=8, rows=2, options=NARROW),
+            [(8, 16), (8, 16)],
+            [],
+            "WARNING",
+            "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_token_ratio: 0.0069 -> 0.0089",
+        ),
+        (
+            Bench(pages=9, rows=6, chunk=32, options=NARROW),
+            [(4, 9)] * 6,
+            [],
+            "WARNING",
+            "KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_token_ratio: 0.0070 -> 0.0100",
+        ),
+        (
+            Bench(pages=4, rows=2),
+            [(8, 30)],
+            [],
+            "WARNING",
+            "KV cache pool is full. Retract requests. #retracted_reqs: 0, #aborted_retracted_reqs: 1, "
+            "#new_token_ratio: 0.6910 -> 0.6910",
+        ),
+        (
+            Bench(options={"test_retract": 4}),
+            [(8, 6)],
+            [],
+            "INFO",
+            "Testing retraction. #retracted_reqs: 1, #new_token_ratio: 0.6960 -> 0.8960",
+        ),
+        (
+            Bench(rows=2),
+            [(4, 20)],
+            [(4, 4), (4, 4)],
+            "INFO",
+            "Other requests wait. Retract requests of the background. #retracted_reqs: 1, "
+            "#new_token_ratio: 0.6960 -> 0.6960",
+        ),
+        (
+            Bench(pages=40, more=((CacheKind.STATE, 3),), rows=6),
+            [(5, 6)] * 8,
+            [],
+            "WARNING",
+            "State slots are short. Requests wait. full token usage: 0.00, mamba num: 3, mamba usage: 1.00, "
+            "#running-req: 3, #queue-req: 5",
+        ),
+    ],
+    ids=["one", "two-in-a-step", "the-only-one", "test", "background", "slots"],
+)
+def test_each_shortage_has_one_line(
+    bench: Bench,
+    running: list[tuple[int, int]],
+    waiting: list[tuple[int, int]],
+    level: str,
+    line: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`running`, `waiting`: prompts and outputs in tokens; those that wait come later, from clients."""
+    caplog.set_level(logging.INFO)
+    for number, (length, output) in enumerate(running):
+        bench.add([number + 1, *PREFIX[: length - 1]], sampling=endless(output), background=bool(waiting))
+    for _ in range(3 if waiting else 0):
+        bench.scheduler.step()
+    for number, (length, output) in enumerate(waiting, 20):
+        bench.add([number, *PREFIX[: length - 1]], sampling=endless(output))
+    bench.run()
+    lines = [(record.levelname, record.message) for record in caplog.records if " batch, " not in record.message]
+    assert lines[0] == (level, line)
+    told = sum(int(re.findall(r"#retracted_reqs: (\d+)", message)[0]) for _, message in lines if "#retr" in message)
+    assert told == bench.scheduler.log.counts.retractions
+    if "slots" in line:
+        assert len(lines) == 1, "one line while the shortage lasts"
+        for shortages in (2, 3):
+            for number in range(6):
+                bench.add([number + 30, *PREFIX[:4]], sampling=endless(6))
+            bench.scheduler.step()
+            assert sum("slots" in message for message in caplog.messages) == shortages, "and one for the next"
+            for request in list(bench.scheduler.queue.requests()):
+                bench.scheduler.abort(request.id)  # nothing waits, and the queue is not looked at
+            bench.run()
 
 
 def test_windows_of_several_sizes_are_distinguished() -> None:

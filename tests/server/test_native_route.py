@@ -37,6 +37,7 @@ def test_a_text_is_completed(server: EchoServer) -> None:
         "prompt_tokens": 5,
         "completion_tokens": 6,
         "cached_tokens": CACHED_TOKENS,
+        "weight_version": "default",
     }
 
 

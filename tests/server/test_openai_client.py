@@ -37,6 +37,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert (choice.index, choice.finish_reason) == (0, "stop")
     assert (choice.message.role, choice.message.content) == ("assistant", RENDERED)
     assert choice.logprobs is None
+    assert answer.to_dict()["metadata"] == {"weight_version": "default"}
     assert answer.usage is not None
     usage = answer.usage.model_dump(exclude_none=True)
     tokens = len(RENDERED)

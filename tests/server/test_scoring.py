@@ -46,6 +46,7 @@ SCORED = {
         "prompt_tokens": 3,
         "completion_tokens": 0,
         "cached_tokens": CACHED_TOKENS,
+        "weight_version": "default",
         "input_token_logprobs": [[-6.5, 65, None], [-6.6, 66, None], [-6.7, 67, None]],
         "output_token_logprobs": [],
     },

@@ -171,11 +171,12 @@ def test_weights_are_updated_on_all_replicas(keys: Path) -> None:
         return await connect_engines(config.model_copy(update={"api_key": "eve's"}), ByteTokenizer())
 
     with (
-        serve_echo(launch=three, api_keys=keys, page_size=4, max_total_tokens=512) as behind,
+        serve_echo(launch=three, api_keys=keys, page_size=4, max_total_tokens=512, weight_version="of birth") as behind,
         serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}", api_keys=keys) as server,
     ):
         for path, status, namespace in (("missing", 400, None), ("new", 200, "new"), ("newer", 200, "newer")):
-            answer = post(server, "/update_weights_from_disk", {"model_path": path}, "eve's")
+            update = {"model_path": path, "weight_version": f"of {path}"} if path != "newer" else {"model_path": path}
+            answer = post(server, "/update_weights_from_disk", update, "eve's")
             assert answer.status_code == status, answer.text
             if status == 400:
                 refused(answer, 400, "missing does not exist", "replicas that had no error")
@@ -183,7 +184,15 @@ def test_weights_are_updated_on_all_replicas(keys: Path) -> None:
                 assert answer.json()["num_paused_requests"] == 0
             wanted = ORACLE.output([*b"a long prompt"], 3, 5, {FAKE_EOS}, namespace)
             for _ in range(4):
-                assert post(server, "/generate", body).json()["output_ids"] == wanted
+                told = post(server, "/generate", body).json()
+                assert told["output_ids"] == wanted
+                assert told["meta_info"]["weight_version"] == ("of birth" if status == 400 else "of new")
+        assert post(behind, "/v1/completions", {"prompt": "x"}).json()["metadata"] == {"weight_version": "of new"}
+        info = behind.http.get("/model_info", headers={"Authorization": "Bearer bob's"}).json()
+        assert info["weight_version"] == "of new"
+        long = {"model_path": "new", "weight_version": "v" * 129}
+        error = refused(post(server, "/update_weights_from_disk", long, "eve's"), 400, "128")
+        assert error["param"] == "weight_version"
         assert post(server, "/release_memory_occupation", {}, "eve's").json() == {"success": True}
         for _ in range(4):
             assert refused(post(server, "/generate", body), 503, "kv_cache, weights")["code"] == "memory_released"

@@ -14,11 +14,13 @@ from torch_backend.kv_pages import KVPages
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
     """Projections from cached latent vectors, each followed by a rotated key for all heads, to keys `[heads, key_dim,
-    latent]` and values `[heads, value_dim, latent]`. `expands_from`: see `LatentAttentionConfig`."""
+    latent]` and values `[heads, value_dim, latent]`. `expands_from`: see `LatentAttentionConfig`, None for never;
+    `tile`: number of rows of every product, None for any."""
 
     key_up: torch.Tensor
     value_up: torch.Tensor
     expands_from: int | None
+    tile: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

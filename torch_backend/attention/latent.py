@@ -12,6 +12,7 @@ from torch_backend.attention.interface import AttentionOptions, LatentHeads
 from torch_backend.attention.page_groups import SequenceGroup
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
+from torch_backend.layers.row_tiles import RowTiles
 
 _KEYS_PER_TILE = 512
 _QUERIES_PER_BLOCK = 256
@@ -25,8 +26,8 @@ def attend_absorbed(
     and values of one kv head."""
     key_dim, latent = heads.key_up.shape[1:]
     plain, rotated = queries[..., :key_dim], queries[..., key_dim:]
-    found = attend(torch.cat((_by_head(plain, heads.key_up), rotated), dim=-1))
-    return _by_head(found[..., :latent], heads.value_up.transpose(1, 2))
+    found = attend(torch.cat((_by_head(plain, heads.key_up, heads.tile), rotated), dim=-1))
+    return _by_head(found[..., :latent], heads.value_up.transpose(1, 2), heads.tile)
 
 
 class ExpandedPlan:
@@ -107,6 +108,10 @@ def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x, y) if x.dtype == torch.float32 else torch.bmm(x, y, out_dtype=torch.float32)
 
 
-def _by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+def _by_head(x: torch.Tensor, matrices: torch.Tensor, tile: int | None) -> torch.Tensor:
     """`x [T, heads, n]` by `[heads, n, m]` → `[T, heads, m]`."""
-    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
+
+    return multiply(x) if tile is None else RowTiles(multiply, (tile,))(x)

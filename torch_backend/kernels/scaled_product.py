@@ -49,12 +49,14 @@ _WIDE_SHARED = (80, 90, 100, 103)
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """The size of a program's work: `rows` of the input by `outputs`. `warps`, `stages`: Triton's."""
+    """The size of a program's work: `rows` of the input by `outputs`, and `inputs` at a time. `warps`, `stages`:
+    Triton's."""
 
     rows: int
     outputs: int
     warps: int
     stages: int
+    inputs: int = _INPUTS
 
 
 def product_tile(rows: int, chip: Chip) -> ProductTile:
@@ -67,6 +69,13 @@ def product_tile(rows: int, chip: Chip) -> ProductTile:
     if rows <= _FEW_ROWS:
         return ProductTile(_FEW_ROWS, _MIN_OUTPUTS, 4, 3)
     return ProductTile(128, 128, 8, 3 if chip.capability in _WIDE_SHARED else 2)
+
+
+def fixed_tile(dtype: torch.dtype) -> ProductTile:
+    """The tile of `fixed_product`, for a dtype of inputs: 32 KiB in flight for each stage but one."""
+    if dtype == torch.float32:
+        return ProductTile(16, _MIN_OUTPUTS, 4, 2, 32)
+    return ProductTile(_FEW_ROWS, _MIN_OUTPUTS, 4, 3, 64)
 
 
 def max_rows(values: torch.dtype, chip: Chip) -> int:
@@ -114,20 +123,39 @@ def scaled_product(
     return out
 
 
+def fixed_product(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, chip: Chip
+) -> torch.Tensor:
+    """Multiplies `x [T, inputs]`, float32, bfloat16 or float16, by `values [outputs, inputs]`: int8 or float8 with
+    `scales`, or of the dtype of x without. `[T, outputs]` in the dtype of x, rounded as by `scaled_product`. There is
+    one tile and one partition of the inputs for any number of rows, so a row's result is the same for any others."""
+    rows, outputs = len(x), len(values)
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    stored = values if scales is None else readable(values, chip)
+    for first in range(0, rows, _MAX_ROWS):
+        part = slice(first, first + _MAX_ROWS)
+        multiply_and_scale(x[part], None, stored, scales, bias, out[part], chip, tile=fixed_tile(x.dtype))
+    return out
+
+
 def multiply_and_scale(
     x: torch.Tensor,
     of_tokens: torch.Tensor | None,
     values: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     chip: Chip,
+    *,
+    tile: ProductTile | None = None,
 ) -> None:
     """Writes the product of `x [T, inputs]`, T > 0, and `values [outputs, inputs]` into `out [T, outputs]`. With
-    `of_tokens`, float32 `[T]`, x is int8 too: sums are int32, exact, and also multiplied by these scales."""
+    `of_tokens`, float32 `[T]`, x is int8 too: sums are int32, exact, and also multiplied by these scales. `tile`: also
+    decides how inputs are split; by default the fastest one for the number of rows."""
     (rows, inputs), outputs = x.shape, len(values)
-    tile = product_tile(rows, chip)
-    length = split_length(rows, outputs, inputs, tile)
+    partitioned = rows if tile is None else tile.rows
+    tile = tile or product_tile(rows, chip)
+    length = split_length(partitioned, outputs, inputs, tile)
     splits = triton.cdiv(inputs, length)
     kind = torch.float32 if of_tokens is None else torch.int32
     sums = torch.empty((splits, rows, outputs), dtype=kind, device=x.device) if splits > 1 else out
@@ -146,7 +174,7 @@ def multiply_and_scale(
         SPLIT=splits > 1,
         ROWS=tile.rows,
         OUTPUTS=tile.outputs,
-        INPUTS=_INPUTS,
+        INPUTS=tile.inputs,
         COMPUTE=None if of_tokens is not None else TRITON_TYPES[x.dtype],
         DEPENDENT=dependent,
         num_warps=tile.warps,
@@ -160,7 +188,7 @@ def multiply_and_scale(
 def add_and_scale(
     sums: torch.Tensor,
     of_tokens: torch.Tensor | None,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     dependent: bool,
@@ -224,7 +252,7 @@ def multiply_tiles(
             x + row_starts[None, :] + place[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0
         )
         if of_tokens is None:
-            sums = tl.dot(widen(stored, COMPUTE), tokens, sums)
+            sums = tl.dot(widen(stored, COMPUTE), tokens, sums, input_precision="ieee")
         else:
             sums = tl.dot(stored, tokens, sums, out_dtype=tl.int32)
     wanted = (output < outputs)[:, None] & (row < rows)[None, :]
@@ -235,7 +263,8 @@ def multiply_tiles(
         product = sums.to(tl.float32)
         if of_tokens is not None:
             product *= tl.load(of_tokens + row, mask=row < rows, other=0.0)[None, :]
-        product *= tl.load(scales + output, mask=output < outputs, other=0.0)[:, None]
+        if scales is not None:
+            product *= tl.load(scales + output, mask=output < outputs, other=0.0)[:, None]
         if bias is not None:
             product += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
         tl.store(target + at, product.to(target.dtype.element_ty), mask=wanted)
@@ -258,7 +287,8 @@ def add_splits(
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < outputs
-    scale = tl.load(scales + output, mask=inside, other=0.0)
+    if scales is not None:
+        scale = tl.load(scales + output, mask=inside, other=0.0)
     after_previous(DEPENDENT)
     total = tl.zeros([OUTPUTS], sums.dtype.element_ty)
     for split in tl.static_range(SPLITS):
@@ -266,7 +296,8 @@ def add_splits(
     product = total.to(tl.float32)
     if of_tokens is not None:
         product *= tl.load(of_tokens + row)
-    product *= scale
+    if scales is not None:
+        product *= scale
     if bias is not None:
         product += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * outputs + output, product.to(out.dtype.element_ty), mask=inside)

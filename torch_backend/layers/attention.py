@@ -47,6 +47,7 @@ class Attention(Loadable):
         self._options = AttentionOptions(scale=config.scale, window=config.window, soft_cap=config.soft_cap)
         self._operations = options.operations
         self._parallel = options.parallel
+        self._each = options.each
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         own, kv = step.attention, memory.pages
@@ -56,7 +57,7 @@ class Attention(Loadable):
         queries = self._operations.rotate_and_write(qkv, own.rotation, self._norms(qkv), kv, own.write_slots)
         attended = own.attention(queries, kv, self._attention_options()).view(x.shape[0], -1)
         if self.gate is not None:
-            attended = (attended.float() * self.gate(x).float().sigmoid()).to(x.dtype)
+            attended = (attended.float() * self._each(torch.sigmoid, self.gate(x).float())).to(x.dtype)
         output: torch.Tensor = self.output(attended)
         return output
 

@@ -14,15 +14,22 @@ from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, E
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
+from sglang_jax.errors import ConfigError
+from torch_backend.elementwise import Apply, directly
 from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.linear import Linear
+from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
+from torch_backend.layers.row_tiles import RowTiles
 from torch_backend.layers.scaled_products import VALUE_TYPES
-from torch_backend.operations import Operations
 
 _MIN_SUM = 1e-20
 """Minimum of the sum by which scores are divided: sigmoids may all be 0."""
+
+_FIXED_TILE = 16
+"""Rows of a tile if results must not depend on the number of rows."""
 
 _LARGEST_TILE = 64
 _DOUBLED = (2, 8)
@@ -76,7 +83,34 @@ class Experts(Loadable):
         once = config.bias and shard.first
         self.down_bias = self._bias("down_bias", (experts, hidden), Part.EXPERT_DOWN, wanted=once, dtype=dtype)
         self.shared = SharedExpert(config, options) if config.shared_size else None
-        self._gated = _Gated(config.activation, config.clamped, options.operations)
+        self._gated = _Gated(config.activation, config.clamped, options)
+        self._each = options.each
+        self._tile = _FIXED_TILE if options.fixed else None
+        self._route: Product = self._route_plainly
+
+    def _route_plainly(self, x: torch.Tensor) -> torch.Tensor:
+        """Router logits `[T, experts]` of float32 x."""
+        return functional.linear(x, self.router, self.router_bias)
+
+    def fix_rows(self, fixed: FixedRows) -> None:
+        """See `Linear.fix_rows`. Raises `ConfigError` on a GPU, whose products of experts are a library's."""
+        if fixed.device.type != "cpu":
+            raise ConfigError(
+                "enable_deterministic_inference does not support experts on a GPU: the library that multiplies them "
+                "may round by the batch"
+            )
+        inputs = self.router.shape[1]
+        self._route = fixed.in_tiles(self._route_plainly, inputs, torch.float32, (Experts, *self.router.shape))
+        gate_up = fixed.in_tiles(self._of_first, inputs, self.dtype, (Experts, *self.gate_up.shape, self.dtype))
+        down = fixed.in_tiles(self._down_of_first, self.down.shape[2], self.dtype, (Experts, *self.down.shape))
+        if any(isinstance(each, RowTiles) and each.sizes == (1,) for each in (gate_up, down)):
+            self._tile = 1
+
+    def _of_first(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, widen(self.gate_up[0], _of(self.gate_up_scales, 0), x.dtype))
+
+    def _down_of_first(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, widen(self.down[0], _of(self.down_scales, 0), x.dtype))
 
     def _stack(
         self, name: str, options: PartOptions, shape: tuple[int, ...], *parts: Part
@@ -95,8 +129,8 @@ class Experts(Loadable):
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """See `LayerPart`. Padding chooses no expert."""
-        logits = functional.linear(x.float(), self.router, self.router_bias)
-        choice = choose_experts(self.config, logits, self.correction, step.padding)
+        logits = self._route(x.float())
+        choice = choose_experts(self.config, logits, self.correction, step.padding, self._each)
         if memory.expert_tokens is not None:
             memory.expert_tokens.add_(choice.tokens_of(len(self.router)))
         if x.device.type == "cpu":
@@ -133,7 +167,7 @@ class Experts(Loadable):
         Tiles have the same number of rows for any choice, so that no row's sum depends on it. The last rows of a tile
         may belong to the next expert, whose own tile then overwrites them."""
         rows = len(x)
-        tile = _tile_of(rows / len(self.router))
+        tile = self._tile or _tile_of(rows / len(self.router))
         x = functional.pad(x, (0, 0, 0, tile))
         outputs = x.new_empty((rows + tile, self.down.shape[1]))
         first = 0
@@ -188,18 +222,32 @@ class SharedExpert(Loadable):
         self.router = None
         if config.shared_gate:
             self.router = self.declare("router", (1, hidden), torch.float32, Part.SHARED_ROUTER)
-        self._gated = _Gated(config.activation, None, options.operations)
+        self._gated = _Gated(config.activation, None, options)
+        self._route: Product = self._route_plainly
+        self._each = options.each
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of float32 `[T, hidden]`."""
         found: torch.Tensor = self.down(self._gated(self.gate_up(x))).float()
-        return found if self.router is None else found * functional.linear(x.float(), self.router).sigmoid()
+        return found if self.router is None else found * self._each(torch.sigmoid, self._route(x.float()))
+
+    def _route_plainly(self, x: torch.Tensor) -> torch.Tensor:
+        """The logit `[T, 1]` of float32 x."""
+        assert self.router is not None
+        return functional.linear(x, self.router)
+
+    def fix_rows(self, fixed: FixedRows) -> None:
+        """See `Linear.fix_rows`."""
+        if self.router is not None:
+            inputs = self.router.shape[1]
+            self._route = fixed.in_tiles(self._route_plainly, inputs, torch.float32, (SharedExpert, inputs))
 
 
 class _Gated:
     """`activation(gate) * up` of `[T, 2 * columns]`, gate first: `[T, columns]`."""
 
-    def __init__(self, activation: Activation, clamped: ClampedGate | None, operations: Operations) -> None:
+    def __init__(self, activation: Activation, clamped: ClampedGate | None, options: PartOptions) -> None:
+        operations, self._each = options.operations, options.each
         self._plain = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
         self._clamped = clamped
 
@@ -209,7 +257,7 @@ class _Gated:
         gate, up = gate_up.float().chunk(2, dim=-1)
         limit = self._clamped.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return ((up + 1) * gate * (self._clamped.alpha * gate).sigmoid()).to(gate_up.dtype)
+        return ((up + 1) * gate * self._each(torch.sigmoid, self._clamped.alpha * gate)).to(gate_up.dtype)
 
 
 def _of(array: torch.Tensor | None, expert: int) -> torch.Tensor | None:
@@ -228,15 +276,19 @@ def _tile_of(rows: float) -> int:
 
 
 def choose_experts(
-    config: ExpertsConfig, logits: torch.Tensor, correction: torch.Tensor | None, padding: torch.Tensor
+    config: ExpertsConfig,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    padding: torch.Tensor,
+    apply: Apply = directly,
 ) -> ExpertChoice:
     """Chooses the experts of each token by the router's logits float32 `[T, experts]`. `correction`: float32
-    `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`."""
+    `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`; `apply`: see `PartOptions`."""
     match config.scores:
         case ExpertScores.SOFTMAX:
             scores = logits.softmax(-1)
         case ExpertScores.SIGMOID:
-            scores = logits.sigmoid()
+            scores = apply(torch.sigmoid, logits)
         case ExpertScores.CHOSEN_SOFTMAX:
             scores = logits
     ranked = scores if correction is None else scores + correction

@@ -12,6 +12,7 @@ from torch_backend.layers.linear import Linear
 from torch_backend.layers.norm import Norm
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
+from torch_backend.layers.row_tiles import TILE_ROWS
 from torch_backend.native_operations import rotate
 
 
@@ -23,6 +24,9 @@ class LatentAttention(Loadable):
         super().__init__()
         hidden, dtype, self._heads = options.hidden_size, options.dtype, len(options.shard.heads(config.num_heads))
         self.config = config
+        # The expanded form rounds otherwise, and the number of a chunk's tokens would choose it.
+        self._expands_from = None if options.fixed else config.expands_from
+        self._tile = TILE_ROWS[0] if options.fixed else None
         inputs, query = hidden, Part.QUERY
         down: tuple[Part, ...] = (Part.LATENT, Part.KEY_ROTATED)
         self.query_latent_norm = None
@@ -66,4 +70,6 @@ class LatentAttention(Loadable):
     def _attention_options(self) -> AttentionOptions:
         config, heads = self.config, self._heads
         key_up, value_up = self.key_up.view(heads, config.key_dim, -1), self.value_up.view(heads, config.value_dim, -1)
-        return AttentionOptions(scale=config.scale, latents=LatentHeads(key_up, value_up, config.expands_from))
+        return AttentionOptions(
+            scale=config.scale, latents=LatentHeads(key_up, value_up, self._expands_from, self._tile)
+        )

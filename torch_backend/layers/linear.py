@@ -9,6 +9,7 @@ from torch import nn
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Part
+from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.layout import Layout
 from torch_backend.layers.matrix import PlainMatrix, matrix_for
 from torch_backend.layers.matrix_by_size import Product
@@ -38,6 +39,13 @@ class Linear(nn.Module):
 
     def _repack(self, layout: Layout, matrix: PlainMatrix) -> Product:
         return layout.product(matrix)
+
+    def fix_rows(self, fixed: FixedRows) -> None:
+        """Makes the results of a loaded matrix independent of the number of rows."""
+        matrix = self.matrix
+        fixed.use(matrix)
+        kind = type(self), type(matrix), matrix.shape, matrix.bias is None
+        self._product = fixed.in_tiles(self._product, matrix.shape[1], matrix.dtype, kind)
 
 
 class GatedLinear(Linear):

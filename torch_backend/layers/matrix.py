@@ -13,7 +13,7 @@ from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
-from torch_backend.layers.scaled_products import VALUE_TYPES, ScaledProduct, multiply_widened, product_for
+from torch_backend.layers.scaled_products import VALUE_TYPES, PlainProduct, ScaledProduct, multiply_widened, product_for
 
 _OUTPUTS_TOGETHER = 4
 """Divisor of the outputs of a matrix in blocks."""
@@ -27,12 +27,14 @@ class PlainMatrix(Loadable):
 
     def __init__(self, inputs: int, outputs: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
+        self.shape, self.dtype = (outputs, inputs), dtype
         self.weight = self.declare("weight", (outputs, inputs), dtype, *parts)
         self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=ParameterKind.BIAS) if bias else None
+        self.product: PlainProduct = functional.linear
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
-        return functional.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
     def release(self) -> None:
         """Releases the weight after it was copied to another layout."""
@@ -55,17 +57,18 @@ class ScaledMatrix(Loadable):
         super().__init__()
         values = VALUE_TYPES[encoding.values]
         self.encoding = encoding
+        self.shape, self.dtype = (outputs, inputs), dtype
         self.values = self.declare("values", (outputs, inputs), values, *parts, role=Role.VALUES)
         self.scales = self.declare("scales", (outputs,), torch.float32, *parts, role=Role.SCALES)
         self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=ParameterKind.BIAS) if bias else None
-        self._product: ScaledProduct = multiply_widened
+        self.product: ScaledProduct = multiply_widened
 
     def choose_product(self, device: torch.device, dtype: torch.dtype) -> None:
         """Chooses the fastest product on a device; before this, values are widened."""
-        self._product = product_for(self.encoding, tuple(self.values.shape), device, dtype)
+        self.product = product_for(self.encoding, self.shape, device, dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self.values, self.scales, self.bias)
+        return self.product(x, self.values, self.scales, self.bias)
 
 
 class TwoFormMatrix(PlainMatrix):

@@ -13,6 +13,7 @@ from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from torch_backend.attention.interface import StepAttention
 from torch_backend.batch import ForwardBatch
+from torch_backend.elementwise import Apply, directly
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.shard import ModelShard
@@ -25,7 +26,8 @@ from torch_backend.recurrent.interface import StepStates
 class PartOptions:
     """Options of all parts of a model, of which a rank has its `shard`. `dtype`: of weights; `encodings`: how matrices
     are stored; `block_matrices`: kernels for matrices in GGUF blocks; `layer`: the part's, None for parts of the whole
-    model."""
+    model; `each`: how functions of elements are applied; `fixed`: a token's result must not depend on the other tokens
+    of the step."""
 
     hidden_size: int
     shard: ModelShard
@@ -35,6 +37,8 @@ class PartOptions:
     encodings: Encodings = all_plain
     block_matrices: BlockMatrices | None = None
     layer: int | None = None
+    each: Apply = directly
+    fixed: bool = False
 
     def encoding_of(self, *parts: Part) -> Encoding | None:
         """How the matrices of some parts are stored: None for plain values, and if they differ."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
@@ -16,6 +18,8 @@ from torch_backend.recurrent.interface import StepStates
 from torch_backend.recurrent.scan import ScanInputs
 
 _NORM_OF_KEYS = 1e-6
+
+_silu = partial(functional.silu, inplace=True)
 
 
 class Convolution(Loadable):
@@ -70,23 +74,24 @@ class GatedDeltaNet(Loadable):
         self.norm = self.declare("norm", (config.value_dim,), dtype, Part.STATE_NORM)
         self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), options)
         self.config = config
+        self._each = options.each
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         config, tokens = self.config, len(x)
         found, gate, rates, steps = torch.split(self.input(x), self._sizes, dim=-1)
-        found = functional.silu(self.convolution(found, memory.states[0], _states(step)), inplace=True)
+        found = self._each(_silu, self.convolution(found, memory.states[0], _states(step)))
         all_keys = config.num_key_heads * config.key_dim
         queries, keys, values = torch.split(found, [all_keys, all_keys, self._sizes[1]], dim=-1)
         inputs = ScanInputs(
             _unit(queries.view(tokens, -1, config.key_dim)) * config.key_dim**-0.5,
             _unit(keys.view(tokens, -1, config.key_dim)),
             values.view(tokens, -1, config.value_dim),
-            -self.decay_log.exp() * functional.softplus(steps.float() + self.decay_bias),
-            rates.float().sigmoid(),
+            -self.decay_log.exp() * self._each(functional.softplus, steps.float() + self.decay_bias),
+            self._each(torch.sigmoid, rates.float()),
         )
         outputs = _states(step).scan(inputs, memory.states[1])
         normed = divide_by_rms(outputs, config.norm.eps).to(x.dtype) * self.norm
-        gated = normed.float() * functional.silu(gate.float()).view(outputs.shape)
+        gated = normed.float() * self._each(functional.silu, gate.float()).view(outputs.shape)
         output: torch.Tensor = self.output(gated.view(tokens, -1).to(x.dtype))
         return output
 
@@ -112,15 +117,18 @@ class Mamba2(Loadable):
         self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), options, bias=bias)
         self.config = config
         self._parallel = options.parallel
+        self._each = options.each
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         config, tokens = self.config, len(x)
         gate, found, steps = torch.split(self.input(x), self._sizes, dim=-1)
-        found = functional.silu(self.convolution(found, memory.states[0], _states(step)), inplace=True)
+        found = self._each(_silu, self.convolution(found, memory.states[0], _states(step)))
         all_directions = config.num_groups * config.state_size
         values, written, read = torch.split(found, [config.inner, all_directions, all_directions], dim=-1)
         values = values.view(tokens, -1, config.head_dim)
-        steps = functional.softplus(steps.float() + self.decay_bias).clamp(config.least_step, config.most_step)
+        steps = self._each(functional.softplus, steps.float() + self.decay_bias).clamp(
+            config.least_step, config.most_step
+        )
         inputs = ScanInputs(
             read.view(tokens, -1, config.state_size),
             written.view(tokens, -1, config.state_size),
@@ -130,7 +138,7 @@ class Mamba2(Loadable):
         )
         outputs = _states(step).scan(inputs, memory.states[1])
         outputs = outputs.addcmul(values, self.skip[:, None]).view(tokens, -1)
-        gated = self._gated(outputs, functional.silu(gate.float()))
+        gated = self._gated(outputs, self._each(functional.silu, gate.float()))
         output: torch.Tensor = self.output(gated.to(x.dtype))
         return output
 

@@ -21,6 +21,12 @@ ScaledProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 """`x [T, inputs]`, values `[outputs, inputs]`, float32 scales `[outputs]` and a bias `[outputs]` → `[T, outputs]`, in
 the dtype of x."""
 
+PlainProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""The same without scales, for values of the dtype of x."""
+
+FixedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""Either, without scales for values of the dtype of x."""
+
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _MIN_CAPABILITY = (8, 9)
 """Minimum capability of a GPU that multiplies float8: Ada."""
@@ -88,6 +94,40 @@ def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device
             return kernel_product_on(device)
     _log_product(encoding.values, f"after they are widened to {str(dtype).removeprefix('torch.')}, in each product")
     return multiply_widened
+
+
+def fixed_product_for(
+    encoding: Encoding, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> ScaledProduct:
+    """As `product_for` on a GPU, but a row's result does not depend on the number of rows: exact products of integers,
+    or a kernel with one tile that widens values."""
+    rounds = encoding.activations is not ActivationScales.NONE and encoding.values is ValueType.INT8
+    fits = all(side % _MULTIPLE_OF_INTEGERS == 0 for side in shape)
+    if dtype != torch.float32 and rounds and fits and integers_work(device, dtype):
+        return integer_product_on(device)
+    return fixed_scaled_product(device)
+
+
+def fixed_scaled_product(device: torch.device) -> FixedProduct:
+    """The product of a Triton kernel with one tile for any number of rows."""
+    # Imported here, because a machine without a GPU needs no Triton.
+    from torch_backend.kernels.chip import Chip
+    from torch_backend.kernels.scaled_product import fixed_product
+
+    chip = Chip.of(device)
+
+    def multiply(
+        x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return fixed_product(x.contiguous(), values, scales, bias, chip)
+
+    return multiply
+
+
+def fixed_plain_product(device: torch.device) -> PlainProduct:
+    """`fixed_scaled_product` for plain values."""
+    multiply = fixed_scaled_product(device)
+    return lambda x, weight, bias: multiply(x, weight, None, bias)
 
 
 @functools.cache

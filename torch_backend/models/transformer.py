@@ -16,8 +16,11 @@ from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
+from torch_backend.elementwise import directly, evenly
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.blocks import BlockMatrices
+from torch_backend.layers.experts import Experts, SharedExpert
+from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.layout import Layout
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix import PlainMatrix
@@ -81,9 +84,11 @@ class Transformer(nn.Module):
         parallel: TensorParallel,
         encodings: Encodings = all_plain,
         block_matrices: BlockMatrices | None = None,
+        fixed: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
+        self.fixed = fixed
         self.shard = ModelShard.of(config, parallel.rank, parallel.size)
         self.device = device
         self.embedding = Embedding(config.hidden_size, self.shard, dtype=dtype, parallel=parallel)
@@ -95,6 +100,8 @@ class Transformer(nn.Module):
             parallel=parallel,
             encodings=encodings,
             block_matrices=block_matrices,
+            each=evenly if fixed else directly,
+            fixed=fixed,
         )
         self.decoder_layers = tuple(DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers))
         self.layers = nn.ModuleList(self.decoder_layers)
@@ -171,6 +178,15 @@ class Transformer(nn.Module):
                 freed.add(sum(each.nbytes for each in module.matrix.parameters()))
         freed.give_back()
 
+    def fix_rows(self) -> None:
+        """Makes a token's results independent of the other tokens of a step, for matrices as they are now: see
+        `layers.fixed_rows`."""
+        fixed = FixedRows(self.device)
+        for module in self.modules():
+            if isinstance(module, Linear | Experts | SharedExpert):
+                module.fix_rows(fixed)
+        fixed.log()
+
 
 def _tables(
     rope: RopeConfig | None, head_dim: int, max_position: int, device: torch.device
@@ -191,11 +207,13 @@ def build_model(
     parallel: TensorParallel = SINGLE,
     encodings: Encodings = all_plain,
     block_matrices: BlockMatrices | None = None,
+    fixed: bool = False,
 ) -> Transformer:
     """A model without values, until `weights.load_weights` fills it; each rank of `parallel` holds its shard. `states`:
     the kernels of recurrent layers, torch operations by default; `encodings`: how each matrix is stored, by default as
-    plain numbers; `block_matrices`: makes the matrices that stay in blocks. Raises `ConfigError` if the model cannot be
-    sharded over this number of ranks."""
+    plain numbers; `block_matrices`: makes the matrices that stay in blocks; `fixed`: a token's results must not depend
+    on the other tokens of a step (see `Transformer.fix_rows`, to be called once loaded). Raises `ConfigError` if the
+    model cannot be sharded over this number of ranks."""
     return Transformer(
         config,
         dtype=dtype,
@@ -206,4 +224,5 @@ def build_model(
         parallel=parallel,
         encodings=encodings,
         block_matrices=block_matrices,
+        fixed=fixed,
     )

@@ -3,28 +3,33 @@ step to step, and scans."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from torch_backend.recurrent.rows import StateRows
-from torch_backend.recurrent.scan import ScanInputs, scan
+from torch_backend.recurrent.scan import ScanInputs, scan, scan_tokens
 
 
 class NativeStates:
-    """`StateImplementation` on any device."""
+    """`StateImplementation` on any device. `fixed`: a token's results do not depend on the chunk that it is in."""
+
+    def __init__(self, *, fixed: bool = False) -> None:
+        self._scan = scan_tokens if fixed else scan
 
     @property
     def reads_lengths(self) -> bool:
         return True
 
     def prepare(self, rows: StateRows) -> NativeStepStates:
-        return NativeStepStates(rows)
+        return NativeStepStates(rows, self._scan)
 
 
 @dataclass(frozen=True, slots=True)
 class NativeStepStates:
     rows: StateRows
+    compute: Callable[[ScanInputs, torch.Tensor, StateRows], tuple[torch.Tensor, torch.Tensor]]
 
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor
@@ -36,7 +41,7 @@ class NativeStepStates:
     def scan(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
         if self.rows.drafts is not None and len(self.rows.depths) > 1:
             return self._scan_drafts(inputs, pool)
-        outputs, matrices = scan(inputs, self.rows.read(pool).float(), self.rows)
+        outputs, matrices = self.compute(inputs, self.rows.read(pool).float(), self.rows)
         self.rows.write(pool, matrices)
         return outputs
 
@@ -45,7 +50,7 @@ class NativeStepStates:
         outputs = torch.empty_like(inputs.values)
         for sequences in self.rows.depths:
             rows = self.rows.of(sequences)
-            outputs[sequences], matrices = scan(inputs.at(sequences), rows.read(pool).float(), rows)
+            outputs[sequences], matrices = self.compute(inputs.at(sequences), rows.read(pool).float(), rows)
             rows.write(pool, matrices)
         return outputs
 

@@ -10,11 +10,14 @@ form; `reference_scan` computes token by token, for tests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from torch_backend.recurrent.rows import StateRows
+
+Times = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 BLOCK = 64
 """Tokens of a sequence that are computed at once: within a block by products of matrices, from block to block by the
@@ -46,6 +49,21 @@ class ScanInputs:
         return ScanInputs(queries, keys, self.values[first:last], self.decays[first:last], rates)
 
 
+def _times(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """`[..., key_dim]` by `[..., key_dim, value_dim]`."""
+    return (vectors[..., None, :] @ matrices)[..., 0, :]
+
+
+def _times_in_order(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """`_times` in the order of keys, by sums of halves: additions of whole tensors, which no library reorders."""
+    products = vectors[..., None] * matrices
+    while products.shape[-2] > 1:
+        half = products.shape[-2] // 2
+        even = products[..., :half, :] + products[..., half : 2 * half, :]
+        products = torch.cat((even, products[..., 2 * half :, :]), dim=-2) if products.shape[-2] % 2 else even
+    return products[..., 0, :]
+
+
 def scan(inputs: ScanInputs, states: torch.Tensor, rows: StateRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns outputs float32 `[T, heads, value_dim]`, and the states after the step. `states`: float32 `[R, heads,
     key_dim, value_dim]` before it, which are overwritten."""
@@ -63,18 +81,27 @@ def scan(inputs: ScanInputs, states: torch.Tensor, rows: StateRows) -> tuple[tor
     return outputs, states
 
 
-def _one_token(inputs: ScanInputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scan_tokens(inputs: ScanInputs, states: torch.Tensor, rows: StateRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scan` one token after the other, for all sequences at once, with sums in one order: a token's result depends on
+    no other token's place. Takes time in proportion to the longest chunk."""
+    outputs = torch.empty_like(inputs.values)
+    starts = torch.tensor(rows.starts, device=states.device)
+    lengths = starts.diff()
+    for number in range(int(lengths.max())):
+        own = (lengths > number).nonzero()[:, 0]
+        outputs[starts[own] + number], states[own] = _one_token(
+            inputs.at(starts[own] + number).part(0, len(own)), states[own], _times_in_order
+        )
+    return outputs, states
+
+
+def _one_token(inputs: ScanInputs, states: torch.Tensor, times: Times = _times) -> tuple[torch.Tensor, torch.Tensor]:
     states = states * inputs.decays.exp()[..., None, None]
     values = inputs.values
     if inputs.rates is not None:
-        values = inputs.rates[..., None] * (values - _times(inputs.keys, states))
+        values = inputs.rates[..., None] * (values - times(inputs.keys, states))
     states = states.addcmul_(inputs.keys[..., None], values[..., None, :])
-    return _times(inputs.queries, states), states
-
-
-def _times(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """`[..., key_dim]` by `[..., key_dim, value_dim]`."""
-    return (vectors[..., None, :] @ matrices)[..., 0, :]
+    return times(inputs.queries, states), states
 
 
 def _block(inputs: ScanInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sglang_jax.cli.bench.metrics import append_json_line
+from sglang_jax.cli.json_lines import read_json_lines
 from sglang_jax.cli.options import options_of, with_model
 from sglang_jax.cli.starting import start_engine
 from sglang_jax.config import EngineConfig
@@ -62,21 +63,7 @@ class Score:
 
 def read_task(file: Path) -> list[Question]:
     """Reads the questions of a file. Raises `ConfigError` with the invalid line."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--task {file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--task {file} cannot be read: {error}") from error
-    questions = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                questions.append(Question.model_validate_json(line))
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"])) or "line"
-                raise ConfigError(f"{file}:{number}: {where}: {first['msg']}") from error
+    questions = read_json_lines(file, "--task", Question)
     if not questions:
         raise ConfigError(f"task {file} has no questions")
     return questions

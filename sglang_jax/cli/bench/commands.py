@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +19,7 @@ import httpx2
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tqdm import tqdm
 
-from sglang_jax.cli.bench.load import Api, Target, call, open_client, run_load
+from sglang_jax.cli.bench.load import Api, Target, call, first_model, open_client, run_load
 from sglang_jax.cli.bench.metrics import (
     RequestRecord,
     append_json_line,
@@ -70,8 +71,8 @@ class LoadConfig(BaseModel):
     )
     tokenizer: str | None = Field(
         None,
-        description="tokenizer for sharegpt: folder, .gguf file or hub ID; default: the one that the server's "
-        "/model_info names",
+        description="tokenizer of prompts from a file, and of outputs for their count: folder, .gguf file or hub ID; "
+        "default: the one that the server's /model_info names, and for the count the server's /tokenize",
     )
     request_rate: float = Field(
         math.inf, gt=0, description="conversations started per second, as a Poisson process; inf: all at once"
@@ -107,11 +108,12 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
     if load.plot is not None:
         check_plotting()
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
-    if pairs is None and load.tokenizer is not None:
-        raise click.UsageError(f"--tokenizer is only for sharegpt, not for {workload.dataset_name}")
-    records, duration = asyncio.run(_measure(load, workload, pairs))
-    figures = serving_summary(records, duration)
-    click.echo(format_serving(figures))
+    records, duration, retokenized = asyncio.run(_measure(load, workload, pairs))
+    figures = serving_summary(records, duration, retokenized)
+    report = format_serving(
+        figures, backend=load.backend, request_rate=load.request_rate, max_concurrency=load.max_concurrency
+    )
+    click.echo(report)
     for error in sorted({record.error for record in records if record.error is not None}):
         click.echo(f"failed: {error}", err=True)
     if load.output_file is not None:
@@ -123,16 +125,17 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
 
 async def _measure(
     load: LoadConfig, workload: WorkloadConfig, pairs: Sequence[Pair] | None
-) -> tuple[list[RequestRecord], float]:
-    """Runs the load. Returns records, and duration in seconds. `pairs`: of a file, None for generated prompts."""
+) -> tuple[list[RequestRecord], float, int | None]:
+    """Runs the load. Returns records, duration in seconds, and tokens of the outputs' texts if they can be counted.
+    `pairs`: of a file, None for generated prompts."""
     environment = Environment()
     async with open_client(load.url, load.api_key or environment.api_key) as client:
-        model = load.model or (await call(client, "GET", "/v1/models"))["data"][0]["id"]
-        if pairs is None:
+        model = load.model or await first_model(client)
+        tokenizer = None if pairs is None and load.tokenizer is None else await _tokenizer(client, load)
+        if pairs is None or tokenizer is None:
             vocab_size = await _vocab_size(client, load)
             conversations = make_workload(workload, vocab_size)
         else:
-            tokenizer = await _tokenizer(client, load)
             vocab_size = load.vocab_size or tokenizer.vocab_size
             conversations = _sampled(workload, pairs, tokenizer)
         target = Target(base_url=load.url, api=load.backend, model=model, extra_body=load.extra_request_body)
@@ -141,7 +144,7 @@ async def _measure(
             await call(client, "POST", "/flush_cache", key=load.api_key or environment.admin_api_key)
         requests = sum(len(conversation.turns) for conversation in conversations)
         with LoadProgress(requests, bar=not load.disable_tqdm and sys.stderr.isatty()) as progress:
-            return await run_load(
+            records, duration = await run_load(
                 client,
                 target,
                 conversations,
@@ -150,6 +153,24 @@ async def _measure(
                 seed=workload.seed,
                 on_done=lambda record: progress.update(),
             )
+        texts = [record.text for record in records if record.ok]
+        return records, duration, await _retokenized(client, texts, tokenizer)
+
+
+async def _retokenized(client: httpx2.AsyncClient, texts: Sequence[str], tokenizer: TextTokenizer | None) -> int | None:
+    """Returns the tokens of outputs by a tokenizer, or without one by the server's; None if it has no `/tokenize`."""
+    if tokenizer is not None:
+        return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    total = 0
+    for text in texts:
+        try:
+            response = await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
+        except httpx2.TransportError:
+            return None
+        if response.status_code != HTTPStatus.OK:
+            return None
+        total += int(response.json()["count"])
+    return total
 
 
 class LoadProgress:
@@ -308,18 +329,21 @@ def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: Offli
             return outputs if isinstance(outputs, list) else [outputs]
 
         totals = run_workload(generate, conversations)
-        compiles = running.stats.compiles_after_warm_up
+        stats = running.stats
     figures = offline_summary(
         duration=totals.seconds,
         requests=totals.requests,
         input_tokens=totals.input_tokens,
         cached_tokens=totals.cached_tokens,
         output_tokens=totals.output_tokens,
+        last_throughput=stats.gen_throughput,
     )
     click.echo(format_offline(figures))
     if offline.result_filename is not None:
         settings = {**engine.model_dump(mode="json"), **workload.model_dump(mode="json")}
-        append_json_line(offline.result_filename, {**settings, **figures, "compiles_after_warm_up": compiles})
+        append_json_line(
+            offline.result_filename, {**settings, **figures, "compiles_after_warm_up": stats.compiles_after_warm_up}
+        )
     return 0
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from sglang_jax.cli.bench.metrics import Chunk, RequestRecord
 from sglang_jax.cli.bench.workloads import Conversation, Turn
 from sglang_jax.config import Choice
+from sglang_jax.errors import ConfigError
 
 CONNECT_TIMEOUT = 30.0
 
@@ -201,9 +202,14 @@ class Target:
 
 @asynccontextmanager
 async def open_client(base_url: str, api_key: str | None) -> AsyncIterator[httpx2.AsyncClient]:
-    """Yields a client without a limit of connections: in a limited pool, requests would wait unnoticed."""
+    """Yields a client without a limit of connections: in a limited pool, requests would wait unnoticed. Raises
+    `ConfigError` for an invalid URL."""
+    try:
+        url = httpx2.URL(base_url)
+    except httpx2.InvalidURL as error:
+        raise ConfigError(f"--base-url {base_url} is not a URL: {error}") from error
     async with httpx2.AsyncClient(
-        base_url=base_url,
+        base_url=url,
         headers=_authorization(api_key),
         timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
@@ -223,13 +229,24 @@ async def call(client: httpx2.AsyncClient, method: str, path: str, *, key: str |
         response = await client.request(method, path, headers=_authorization(key))
     except httpx2.TransportError as error:
         raise click.ClickException(
-            f"no server answers at {client.base_url} ({_describe(error)}); "
+            f"no server answers at {client.base_url} ({describe(error)}); "
             "start one with `python -m sglang_jax.launch_server`, or name another with --base-url"
         ) from error
     if response.is_error:
         remedy = KEY_REMEDIES.get(response.status_code, "")
         raise click.ClickException(f"{method} {path} gave {response.status_code}: {response.text[:200]}{remedy}")
     return response.json() if "json" in response.headers.get("content-type", "") else response.text
+
+
+async def first_model(client: httpx2.AsyncClient) -> str:
+    """Returns the name of the server's first model. Raises `click.ClickException` if it has none, and as `call`."""
+    models = await call(client, "GET", "/v1/models")
+    try:
+        return str(models["data"][0]["id"])
+    except (IndexError, KeyError, TypeError) as error:
+        raise click.ClickException(
+            f"{client.base_url} does not list a model at /v1/models: name it with --model"
+        ) from error
 
 
 async def run_load(
@@ -294,9 +311,10 @@ async def send(
             raise ProtocolError("the stream ended without a finish reason")
         dialogue.remember(reply)
     except (httpx2.TransportError, ProtocolError) as error:
-        record.error = _describe(error)
+        record.error = describe(error)
     except (KeyError, TypeError, ValueError) as error:
-        record.error = f"an event of {dialogue.path} could not be read: {_describe(error)}"
+        record.error = f"an event of {dialogue.path} could not be read: {describe(error)}"
+    record.text = reply.text
     record.prompt_tokens = reply.prompt_tokens
     record.cached_tokens = reply.cached_tokens
     record.output_tokens = len(record.chunks) if reply.tokens is None else reply.tokens
@@ -328,5 +346,5 @@ async def _stream(
                 record.end = now
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

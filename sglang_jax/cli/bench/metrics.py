@@ -29,13 +29,44 @@ from sglang_jax.errors import how_to_install
 
 PERCENTILES = (90, 95, 99)
 
+_STATISTICS = ("mean", "median", *(f"p{percentile}" for percentile in PERCENTILES), "max")
+
 _LATENCIES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "inter-token latency",
-    "chunk_gap": "gap between chunks",
-    "e2e_latency": "end-to-end latency",
+    "e2e_latency": ("End-to-End Latency", "E2E Latency"),
+    "ttft": ("Time to First Token", "TTFT"),
+    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
+    "itl": ("Inter-Token Latency", "ITL"),
+    "chunk_gap": ("Gap between Chunks", "Chunk Gap"),
 }
+"""The title of each latency, and its name in rows."""
+
+_SERVING_COUNTS = (
+    ("Successful requests:", "completed"),
+    ("Failed requests:", "failed"),
+    ("Outputs shorter than asked:", "short_outputs"),
+    ("Benchmark duration (s):", "duration"),
+    ("Total input tokens:", "total_input_tokens"),
+    ("Total cached tokens:", "total_cached_tokens"),
+    ("Total generated tokens:", "total_output_tokens"),
+    ("Total generated tokens (retokenized):", "total_output_tokens_retokenized"),
+)
+_OFFLINE_COUNTS = (
+    ("Successful requests:", "successful_requests"),
+    ("Benchmark duration (s):", "total_latency"),
+    ("Total input tokens:", "total_input_tokens"),
+    ("Total cached tokens:", "total_cached_tokens"),
+    ("Total generated tokens:", "total_output_tokens"),
+    ("Last generation throughput (tok/s):", "last_gen_throughput"),
+)
+_RATES = (
+    ("Request throughput (req/s):", "request_throughput"),
+    ("Input token throughput (tok/s):", "input_throughput"),
+    ("Output token throughput (tok/s):", "output_throughput"),
+    ("Total token throughput (tok/s):", "total_throughput"),
+)
+"""The labels of rows, which published scripts search for, and their figures."""
+
+_WIDTH = 50
 
 BINS = 60
 """Time intervals in the plot of throughput."""
@@ -52,7 +83,7 @@ class Chunk:
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
     """A client's record of one request. Times are of `time.perf_counter()`, in seconds. `end`: when the last output or
-    the finish reason arrived; `chunks`: empty without streaming."""
+    the finish reason arrived; `chunks`: empty without streaming; `text`: the output."""
 
     start: float = 0.0
     end: float = 0.0
@@ -61,6 +92,7 @@ class RequestRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     requested_tokens: int = 0
+    text: str = ""
     error: str | None = None
 
     @property
@@ -110,11 +142,17 @@ class RequestRecord:
 
 
 def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Returns `mean_<name>_ms`, `median_<name>_ms` and percentiles, interpolated linearly; empty without samples."""
+    """Returns `mean_<name>_ms`, `median_<name>_ms`, `std_<name>_ms`, `max_<name>_ms` and percentiles, interpolated
+    linearly; empty without samples."""
     if not seconds:
         return {}
     milliseconds = np.asarray(seconds) * 1e3
-    values = {f"mean_{name}_ms": float(np.mean(milliseconds)), f"median_{name}_ms": float(np.median(milliseconds))}
+    values = {
+        f"mean_{name}_ms": float(np.mean(milliseconds)),
+        f"median_{name}_ms": float(np.median(milliseconds)),
+        f"std_{name}_ms": float(np.std(milliseconds)),
+        f"max_{name}_ms": float(np.max(milliseconds)),
+    }
     for percentile in PERCENTILES:
         values[f"p{percentile}_{name}_ms"] = float(np.percentile(milliseconds, percentile))
     return values
@@ -145,9 +183,12 @@ def samples(records: Sequence[RequestRecord]) -> Samples:
     )
 
 
-def serving_summary(records: Sequence[RequestRecord], duration: float) -> dict[str, float | int]:
+def serving_summary(
+    records: Sequence[RequestRecord], duration: float, retokenized: int | None = None
+) -> dict[str, float | int]:
     """Returns counts, rates per second over `duration` seconds, and latencies in milliseconds. `concurrency`: mean
-    number of requests in flight (Little's law). Failed requests only count as failed."""
+    number of requests in flight (Little's law). Failed requests only count as failed. `retokenized`: tokens of all
+    outputs' texts, None if they are unknown."""
     done = [record for record in records if record.ok]
     measured = samples(records)
     input_tokens = sum(record.prompt_tokens for record in done)
@@ -169,6 +210,8 @@ def serving_summary(records: Sequence[RequestRecord], duration: float) -> dict[s
         "concurrency": sum(measured.e2e) / duration,
         "requests_with_itl": measured.requests_with_itl,
     }
+    if retokenized is not None:
+        figures["total_output_tokens_retokenized"] = retokenized
     for name, seconds in (
         ("ttft", measured.ttft),
         ("tpot", measured.tpot),
@@ -181,15 +224,23 @@ def serving_summary(records: Sequence[RequestRecord], duration: float) -> dict[s
 
 
 def offline_summary(
-    *, duration: float, requests: int, input_tokens: int, cached_tokens: int, output_tokens: int
+    *,
+    duration: float,
+    requests: int,
+    input_tokens: int,
+    cached_tokens: int,
+    output_tokens: int,
+    last_throughput: float,
 ) -> dict[str, float | int]:
-    """Returns counts, and rates per second over `duration` seconds, of an offline batch."""
+    """Returns counts, and rates per second over `duration` seconds, of an offline batch. `last_throughput`: output
+    tokens per second in the engine's last measurement."""
     return {
         "total_latency": duration,
         "successful_requests": requests,
         "total_input_tokens": input_tokens,
         "total_cached_tokens": cached_tokens,
         "total_output_tokens": output_tokens,
+        "last_gen_throughput": last_throughput,
         "request_throughput": requests / duration,
         "input_throughput": input_tokens / duration,
         "output_throughput": output_tokens / duration,
@@ -197,45 +248,54 @@ def offline_summary(
     }
 
 
-def format_serving(figures: Mapping[str, float | int]) -> str:
-    """Returns the summary of `bench serving`: counts and rates, then a table of latencies in milliseconds."""
-    statistics = ["mean", "median", *(f"p{percentile}" for percentile in PERCENTILES)]
-    lines = [
-        _counts(figures, requests="completed", seconds="duration"),
-        f"failed {figures['failed']}, shorter than asked {figures['short_outputs']}, "
-        f"mean concurrency {figures['concurrency']:.2f}",
-        _rates(figures),
-        "",
-        f"{'milliseconds':<24}" + "".join(f"{statistic:>11}" for statistic in statistics),
+def format_serving(
+    figures: Mapping[str, float | int], *, backend: str, request_rate: float, max_concurrency: int | None
+) -> str:
+    """Returns the report of `bench serving` in rows of a label and a value, which scripts for other engines' reports
+    read too: counts and rates, then each latency in milliseconds."""
+    lines = [_title("Serving Benchmark Result", "=")]
+    lines += [
+        _row("Backend:", backend),
+        _row("Traffic request rate:", str(request_rate)),
+        _row("Max request concurrency:", "not set" if max_concurrency is None else str(max_concurrency)),
     ]
-    for name, title in _LATENCIES.items():
-        values = [figures.get(f"{statistic}_{name}_ms") for statistic in statistics]
-        cells = "".join("          -" if value is None else f"{value:>11.2f}" for value in values)
-        lines.append(f"{title:<24}{cells}")
+    lines += _rows(figures, _SERVING_COUNTS + _RATES)
+    lines.append(_row("Concurrency:", f"{figures['concurrency']:.2f}"))
+    for name, (title, short) in _LATENCIES.items():
+        found = [(statistic, figures.get(f"{statistic}_{name}_ms")) for statistic in _STATISTICS]
+        lines.append(_title(title, "-"))
+        lines += [_row(f"{each.title()} {short} (ms):", f"{it:.2f}") for each, it in found if it is not None]
+    lines.append("=" * _WIDTH)
     if figures["requests_with_itl"] < figures["completed"]:
         lines.append(
             f"Inter-token latency covers {figures['requests_with_itl']} of {figures['completed']} requests: "
             "for the others, the server did not send the number of tokens per chunk."
         )
+    if "total_output_tokens_retokenized" not in figures:
+        lines.append("Outputs were not tokenized again: the server has no /tokenize, and --tokenizer names none.")
     return "\n".join(lines)
 
 
 def format_offline(figures: Mapping[str, float | int]) -> str:
-    return "\n".join([_counts(figures, requests="successful_requests", seconds="total_latency"), _rates(figures)])
-
-
-def _counts(figures: Mapping[str, float | int], *, requests: str, seconds: str) -> str:
-    return (
-        f"{figures[requests]} requests in {figures[seconds]:.2f} s: {figures['total_input_tokens']} input tokens "
-        f"({figures['total_cached_tokens']} from the cache), {figures['total_output_tokens']} output tokens"
+    """Returns the report of `bench offline`, in the same rows."""
+    rows = _rows(figures, _OFFLINE_COUNTS + _RATES)
+    return "\n".join(
+        [_title("Offline Throughput Benchmark Result", "="), _row("Backend:", "engine"), *rows, "=" * _WIDTH]
     )
 
 
-def _rates(figures: Mapping[str, float | int]) -> str:
-    return (
-        f"per second: {figures['request_throughput']:.2f} requests, {figures['input_throughput']:.1f} input tokens, "
-        f"{figures['output_throughput']:.1f} output tokens, {figures['total_throughput']:.1f} tokens in all"
-    )
+def _title(text: str, line: str) -> str:
+    return f" {text} ".center(_WIDTH, line) if line == "=" else text.center(_WIDTH, line)
+
+
+def _row(label: str, value: str) -> str:
+    return f"{label:<40} {value}"
+
+
+def _rows(figures: Mapping[str, float | int], labels: Sequence[tuple[str, str]]) -> list[str]:
+    """One row for each figure that there is: whole numbers as they are, others with two places."""
+    found = [(label, figures[name]) for label, name in labels if name in figures]
+    return [_row(label, f"{value:.2f}" if isinstance(value, float) else str(value)) for label, value in found]
 
 
 def append_json_line(path: Path, line: Mapping[str, Any]) -> None:

@@ -13,7 +13,8 @@ from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions, 
 from sglang_jax.kernels.ragged_paged_attention.pallas import pallas_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import current_vmem_limit
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
-from sglang_jax.kernels.ragged_paged_attention.xla import xla_attention
+from sglang_jax.kernels.ragged_paged_attention.xla import xla_attention, xla_attention_in_fixed_blocks
+from sglang_jax.kernels.row_tiles import TILE_ROWS, TILE_ROWS_ON_TPU
 
 __all__ = [
     "AttentionImplementation",
@@ -32,16 +33,34 @@ class AttentionImplementation(StrEnum):
     """`REFERENCE` reads every slot of the page table; `XLA` reads only slots that sequences use; `PALLAS` too, with
     kernels for TPU, and only from tiled pages (`kernels.kv_storage`). `PALLAS_CHECKED`, for debugging, compiles a check
     of each address in: an address outside its array stops the core with an error that names the copy. Starting a copy
-    then takes 2.5 times as many instructions."""
+    then takes 2.5 times as many instructions. With `XLA_FIXED` and `PALLAS_FIXED`, a token's result depends on its own
+    sequence up to the token alone, bit for bit: every row is computed as a chunk, in blocks of one shape."""
 
     REFERENCE = "reference"
     XLA = "xla"
     PALLAS = "pallas"
     PALLAS_CHECKED = "pallas_checked"
+    XLA_FIXED = "xla_fixed"
+    PALLAS_FIXED = "pallas_fixed"
 
     @property
     def for_tpu(self) -> bool:
-        return self in (AttentionImplementation.PALLAS, AttentionImplementation.PALLAS_CHECKED)
+        return self in (
+            AttentionImplementation.PALLAS,
+            AttentionImplementation.PALLAS_CHECKED,
+            AttentionImplementation.PALLAS_FIXED,
+        )
+
+    @property
+    def fixed(self) -> bool:
+        return self in (AttentionImplementation.XLA_FIXED, AttentionImplementation.PALLAS_FIXED)
+
+    @property
+    def tile_rows(self) -> int | None:
+        """Rows of products (see `kernels.row_tiles`); None for any number."""
+        if not self.fixed:
+            return None
+        return TILE_ROWS_ON_TPU if self.for_tpu else TILE_ROWS
 
     @property
     def checked(self) -> bool:
@@ -69,7 +88,9 @@ def ragged_paged_attention(
             return reference_attention(queries, kv_pages, batch, scale=scale, options=options)
         case AttentionImplementation.XLA:
             return xla_attention(queries, kv_pages, batch, scale=scale, options=options)
-        case AttentionImplementation.PALLAS | AttentionImplementation.PALLAS_CHECKED:
+        case AttentionImplementation.XLA_FIXED:
+            return xla_attention_in_fixed_blocks(queries, kv_pages, batch, scale=scale, options=options)
+        case _:
             checked = implementation.checked
             return pallas_attention(queries, kv_pages, batch, scale=scale, options=options, checked=checked)
 

@@ -17,6 +17,7 @@ from sglang_jax.kernels.ragged_paged_attention.softmax import Softmax
 
 _DECODE_KEYS = 128
 _QUERIES_PER_BLOCK = 64
+_FIXED_QUERIES = 16
 _MASKED_KEYS = 64
 _LARGE_BLOCK = 4
 """Small blocks per large one. Both sizes are needed: a step of 512 tokens of SmolLM2-135M on 2 cores, with only blocks
@@ -36,6 +37,19 @@ def xla_attention(
     if tokens > rows:
         output = jnp.pad(output, ((0, tokens - rows), (0, 0), (0, 0), (0, 0)))
         output = _prefill(output, scaled, kv_pages, page_table, batch, options)
+    return output.reshape(queries.shape).astype(queries.dtype)
+
+
+def xla_attention_in_fixed_blocks(
+    queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float, options: AttentionOptions
+) -> jax.Array:
+    """`xla_attention` of every sequence as a chunk, in blocks of one number of queries and of keys: a token's result is
+    the same bits in any chunk, and if it is decoded."""
+    tokens, heads, head_dim = queries.shape
+    kv_heads = kv_pages.shape[1]
+    page_table = _whole_blocks(batch.page_table, kv_pages.shape[3])
+    scaled = (queries.astype(jnp.float32) * scale).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    output = _prefill(jnp.zeros_like(scaled), scaled, kv_pages, page_table, batch, options, fixed=True)
     return output.reshape(queries.shape).astype(queries.dtype)
 
 
@@ -88,12 +102,15 @@ def _prefill(
     page_table: jax.Array,
     batch: Sequences,
     options: AttentionOptions,
+    *,
+    fixed: bool = False,
 ) -> jax.Array:
-    """Adds the sequences that are not decode rows to `output`; it and the queries are `[T, kv_heads, group, d]`."""
+    """Adds the sequences that are not decode rows to `output`; it and the queries are `[T, kv_heads, group, d]`. With
+    `fixed`, all sequences, in blocks of one shape."""
     tokens, rows = queries.shape[0], batch.kv_lens.shape[0]
-    width = min(_QUERIES_PER_BLOCK, tokens)
+    width = _FIXED_QUERIES if fixed else min(_QUERIES_PER_BLOCK, tokens)
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
-    lengths = jnp.where(jnp.arange(rows) < batch.num_decode, 0, ends - starts)
+    lengths = ends - starts if fixed else jnp.where(jnp.arange(rows) < batch.num_decode, 0, ends - starts)
     if options.unread is not None:
         lengths = jnp.where(options.unread, 0, lengths)
     block_ends = jnp.cumsum(-(-lengths // width))
@@ -109,7 +126,7 @@ def _prefill(
         positions = batch.kv_lens[sequence] - ends[sequence] + places
         mine = jax.lax.dynamic_slice_in_dim(queries, first, width)
         keys_seen = jnp.minimum(positions[-1] + 1, batch.kv_lens[sequence])
-        found = _one_sequence(mine, kv_pages, page_table[sequence], positions, keys_seen, options)
+        found = _one_sequence(mine, kv_pages, page_table[sequence], positions, keys_seen, options, fixed=fixed)
         old = jax.lax.dynamic_slice_in_dim(output, first, width)
         new = jnp.where((places < ends[sequence])[:, None, None, None], found, old)
         return jax.lax.dynamic_update_slice_in_dim(output, new, first, axis=0)
@@ -124,6 +141,8 @@ def _one_sequence(
     positions: jax.Array,
     keys_seen: jax.Array,
     options: AttentionOptions,
+    *,
+    fixed: bool,
 ) -> jax.Array:
     """Attention of queries `[q, kv_heads, group, d]` of one sequence at `positions` `[q]` over its first `keys_seen`
     keys."""
@@ -157,6 +176,10 @@ def _one_sequence(
     sinks = _sinks(options, kv_heads)
     softmax = Softmax.start(packed, None if sinks is None else jnp.tile(sinks, (1, width)))
     blocks = -(-keys_seen // keys_per_block)
+    if fixed:
+        oldest = 0 if options.window is None else jnp.maximum(positions[0] - options.window + 1, 0) // keys_per_block
+        softmax = jax.lax.fori_loop(oldest, blocks, masked, softmax)
+        return softmax.result().reshape(kv_heads, width, group, head_dim).swapaxes(0, 1)
     whole = _WholeBlocks.of(positions, keys_per_block, large_block, options.window)
     if options.window is not None:
         oldest = jnp.maximum(positions[0] - options.window + 1, 0) // keys_per_block
