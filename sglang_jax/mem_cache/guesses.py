@@ -9,8 +9,6 @@ STEP_COST = 128
 
 _FIRST_TAILS = (64, 256, 1024)
 _MAX_TAILS = 8
-_MARGIN = 8
-"""One Nth is added to a tail, since those of other prompts are about as long."""
 _MAX_LENGTHS = 4
 _MAX_WRONG = 32
 """Wrong guesses in a row after which there are no more."""
@@ -45,7 +43,7 @@ class Guesses:
         lengths: list[int] = []
         before, last_tail = known, 2 * total
         for tail in sorted(self._tails or self._first_tails, reverse=True) if total > 2 * known else ():
-            length = (total - tail - tail // _MARGIN) // self._page_size * self._page_size
+            length = (total - tail) // self._page_size * self._page_size
             if 2 * tail <= last_tail and length - before >= self.step_cost and len(lengths) < _MAX_LENGTHS:
                 lengths.append(length)
                 before, last_tail = length, tail
