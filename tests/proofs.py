@@ -129,6 +129,7 @@ PROOFS = (
     smoke("experts_cpu", "--shape tiny --batch 1 --turns 1"),
     smoke("fair_prefill_http", "--backend torch --seconds 10 --long 1000"),
     smoke("faults", "'engine killed'"),
+    smoke("hybrid_second_prompt", "--chunk 512 --repeats 1"),
     smoke("hybrid_shared_prefix", "--shapes short long --scale 0.05 --turns 1"),
     smoke("kv_dtype_agreement", "--backend torch --prompts 2 --tokens 8"),
     smoke("model_step_cpu", "--rows 2 --contexts 96 --prefill 16 --repeats 3"),
