@@ -3,9 +3,9 @@
     python benchmarks/deterministic.py [--json FILE] [--backend torch jax] [--dtype float32 bfloat16] [--repeats N]
 
 Two engines, with and without the option, are in this process and alternate, each first in every other turn. "batch"
-rows: output tokens per second of so many requests at once (prompts and outputs of `decode_cpu.py`); "prompt" rows:
-tokens per second of one prompt of 512 tokens that nothing is cached of. "share" is the median over the turns of the
-option's rate over the other one; "share by CPU time" the same per second of processor time, which a busy machine
+rows: output tokens per second of that number of requests at once (prompts and outputs of `decode_cpu.py`); "prompt"
+rows: tokens per second of one prompt of 512 tokens that nothing is cached of. "share" is the median over the turns of
+the option's rate over the other one; "share by CPU time" the same per second of processor time, which a busy machine
 changes less (give OMP_NUM_THREADS=1 there).
 """
 

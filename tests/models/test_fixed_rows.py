@@ -1,4 +1,4 @@
-"""Logits that do not depend on the batch, chunks or cached prefixes, bit for bit, on JAX. In processes of their own:
+"""Logits that do not depend on the batch, chunks or cached prefixes, bit for bit, on JAX. In separate processes:
 programs of tests are compiled without the passes by which users' are (`helpers.quick_programs`)."""
 
 from __future__ import annotations
