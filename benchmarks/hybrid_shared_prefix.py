@@ -56,6 +56,15 @@ MODEL: dict[str, Any] = {
 }
 
 
+def write_model(folder: Path, **fields: Any) -> None:
+    """Writes the config, with other values for `fields`, and a tokenizer of bytes; the weights are random."""
+    (folder / "config.json").write_text(json.dumps({**MODEL, **fields}))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(f"{folder}/tokenizer.json")
+
+
 @dataclass(frozen=True)
 class Shape:
     """A load: `groups` of `sharers` prompts with `common` shared tokens and `tail` others, of which `at_once` run."""
@@ -206,11 +215,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.save(f"{folder}/tokenizer.json")
+        write_model(Path(folder))
         rows = []
         for shape in SHAPES:
             if shape.name in arguments.shapes:

@@ -17,7 +17,6 @@ float32, since outputs are compared: fails if they differ, or if pages are left 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hybrid_shared_prefix import MODEL
+from hybrid_shared_prefix import write_model
 from machine import report
 from session_steps import measure_steps
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import Backend, Device, Dtype, EngineConfig, LoadFormat
@@ -39,12 +37,7 @@ PAGE = 16
 
 
 def hybrid_model(folder: Path) -> EngineConfig:
-    """Random weights, and a tokenizer of bytes."""
-    (folder / "config.json").write_text(json.dumps({**MODEL, "max_position_embeddings": 4096}))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(f"{folder}/tokenizer.json")
+    write_model(folder, max_position_embeddings=4096)
     return EngineConfig(
         model_path=str(folder), load_format=LoadFormat.DUMMY, max_mamba_cache_size=64, max_total_tokens=65536
     )

@@ -141,6 +141,9 @@ class Group(ABC):
     def open(self, record: RowKV, node: Node, pages: int) -> None:
         """A row starts with the prefix of `pages` pages that ends at `node`; 0 pages only if rows do not grow."""
 
+    def compare(self, record: RowKV, known: int, total: int) -> None:  # noqa: B027
+        """A row has opened for a prompt of `total` tokens, of which the tree has the keys of the first `known`."""
+
     def branch_at(self, record: RowKV, length: int) -> bool:
         """Ends a chunk after `length` tokens, which another prompt shares, if that is worth it. Returns whether it
         is."""

@@ -151,23 +151,26 @@ class KVCache:
             return bookmark.length
         return self.probe(tokens, limit, namespace, bookmark).length
 
-    def open_row(self, probe: Probe, *, session: bool = False, stops: bool = False, shared_len: int = 0) -> RowKV:
+    def open_row(
+        self, probe: Probe, *, session: bool = False, stops: bool = False, shared_len: int = 0, total: int = 0
+    ) -> RowKV:
         """Gives a request a free row that starts with the prefix just probed, and locks that. `session`, `stops`: see
-        `RowKV`; `shared_len`: length of a prefix that other prompts probably share."""
+        `RowKV`; `shared_len`: length of a prefix that other prompts probably share; `total`: tokens of the prompt."""
         node = self.tree.claim(probe)
         self.tree.lock(node)
         self._serial += 1
         row = self._free_rows.pop()
         record = RowKV(row, node.namespace, node, self.lengths, self._serial, probe.length, session=session)
         record.stops = stops
+        record.shared_end = shared_len // self.page_size * self.page_size
         self._lag[row] = _CLIENT_LAG if session and stops else 0
         if probe.length:
             self.lengths.start(record.row, probe.length)
         for group in (*self._growing, *self._fixed) if probe.length else self._fixed:
             group.open(record, node, probe.length // self.page_size)
+            group.compare(record, probe.known, total)
             record.on_trust |= group.reads_unproven(record)
         self.branch_at(record, probe.known)
-        record.shared_end = shared_len // self.page_size * self.page_size
         self.open_rows[record.row] = record
         self.tree.writing.add(record.serial)
         return record

@@ -26,7 +26,8 @@ class RowKV:
     - With states, `origin`: the snapshot that it started with, at the end of `origin_node`, which is None once there is
       a later one.
     - `state_len`: tokens up to the last known snapshot on its path; `branches`: lengths at which its chunks end because
-      other prompts diverge there, ascending; `shared_end`: a length at which others probably will, 0 if unknown.
+      other prompts diverge there, ascending; `shared_end`: a length at which others probably will, 0 if unknown;
+      `guesses`: lengths at which they may, ascending.
     """
 
     row: int
@@ -45,6 +46,7 @@ class RowKV:
     state_len: int = 0
     branches: list[int] = field(default_factory=list)
     shared_end: int = 0
+    guesses: tuple[int, ...] = ()
 
     @property
     def cache_protected_len(self) -> int:

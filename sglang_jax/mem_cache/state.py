@@ -31,6 +31,8 @@ class Snapshot:
     - `hits`: rows that started with it, plus one if another prompt was known to share it when it was written. `passed`:
       one of these rows has left a later state, from which its continuations will start. `shared`: another prompt was
       known to share it, or a row started with it after `passed`.
+    - `guess`: tokens that it saves if it is where prompts were guessed to diverge, until one starts with it; then 0.
+      `minor`: it is before such a place of the same prompt, so that it is less likely to be used.
     - `writer`: serial of the record that computed it; `proven`: a finite token was sampled from it.
     """
 
@@ -39,6 +41,8 @@ class Snapshot:
     hits: int = 0
     passed: bool = False
     shared: bool = False
+    guess: int = 0
+    minor: bool = False
     writer: int = 0
     proven: bool = False
     sessions: int = 0
@@ -67,7 +71,8 @@ class States(PooledComponent):
     def _last_use(self, node: Node) -> Score:
         value = self.snapshot(node)
         wanted = value is not None and (value.shared or (value.hits > 0 and not value.passed))
-        return (node.last_access + _HEAD_START * self.pool.total * wanted, node.id)
+        minor = value is not None and value.minor and not value.hits
+        return (node.last_access + self.pool.total * (_HEAD_START * wanted - minor), node.id)
 
     def snapshot(self, node: Node) -> Snapshot | None:
         if node.parent is None:
@@ -153,8 +158,19 @@ class States(PooledComponent):
         assert value is not None
         if not value.passed:
             value.passed = True
-            self.order.discard(node)  # its place depends on its score, which is lower now
-            self.touch(node)
+            self._lower(node)
+
+    def demote(self, node: Node) -> None:
+        """Makes the snapshot at the node's end minor."""
+        value = self.snapshot(node)
+        assert value is not None
+        value.minor = True
+        self._lower(node)
+
+    def _lower(self, node: Node) -> None:
+        """Puts a node in its place in the eviction order after its score has become lower."""
+        self.order.discard(node)
+        self.touch(node)
 
     def has_room_on_trial(self) -> bool:
         """Whether a slot is free, or has a snapshot that would be evicted before a new, unused one."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.mem_cache.group import Group
+from sglang_jax.mem_cache.guesses import Guesses
 from sglang_jax.mem_cache.ledger import Pages, request_owner
 from sglang_jax.mem_cache.lengths import Index, RowLengths
 from sglang_jax.mem_cache.radix_tree import Insertion, Node
@@ -50,6 +51,7 @@ class StateGroup(Group):
         self.number = number
         rows = len(lengths.kv_allocated)
         self.interval = self.pages_for(interval) * self.page_size
+        self.guesses = Guesses(self.page_size)
         self._in_session: Bool = np.zeros(rows, np.bool_)
         self._slots: Int32 = self.table.pages[:, 0]  # a view of the only column
         self._column: Index = np.zeros(rows, np.intp)
@@ -131,12 +133,26 @@ class StateGroup(Group):
             slot = self._take_one(row)
         self._set_slot(row, slot)
 
+    def compare(self, record: RowKV, known: int, total: int) -> None:
+        """Learns from a prompt that is the first to start with a guessed state, or could have started with one. Guesses
+        where others will diverge from it."""
+        missed, origin = known - record.matched, record.origin
+        saved = missed if missed >= self.least_gain else 0
+        if origin is not None and origin.guess:
+            saved = max(saved, origin.guess)
+            origin.guess = 0
+        if saved:
+            self.guesses.learn(total - known, saved)
+        if not record.session and self.guesses.affordable:
+            record.guesses = self.guesses.of(total, max(known, record.shared_end if record.shared_end < total else 0))
+
     def branch_at(self, record: RowKV, length: int) -> bool:
         if length in record.branches:
             return True
         if length - record.state_len < self.least_gain or len(record.branches) >= MAX_BRANCHES:
             return False
         insort(record.branches, length)
+        record.guesses = ()
         return True
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
@@ -150,6 +166,9 @@ class StateGroup(Group):
         tail = (total - 1) // self.page_size * self.page_size
         for wanted in (*record.branches, record.shared_end, tail) if on_trial else record.branches:
             if start < wanted < end and wanted - record.state_len >= least:
+                end = wanted
+        for wanted in record.guesses if on_trial and self.guesses.affordable else ():
+            if start < wanted < end and wanted - record.state_len >= self.guesses.step_cost:
                 end = wanted
         if not on_trial:
             return end
@@ -185,12 +204,17 @@ class StateGroup(Group):
         snapshot = self.component.snapshot(added.node)
         if snapshot is None:
             return False
-        record.state_len = (first + len(own)) * self.page_size
+        before, record.state_len = record.state_len, (first + len(own)) * self.page_size
         self._pass_origin(record)
         if snapshot.slot == own[-1]:
             snapshot.writer = record.serial
             snapshot.shared = record.state_len in record.branches
             snapshot.hits = int(snapshot.shared)
+            if record.state_len in record.guesses:
+                snapshot.guess = record.state_len - before
+                self.guesses.pay()
+            elif record.state_len != record.shared_end and record.state_len < max(record.guesses, default=0):
+                self.component.demote(added.node)
             self._forget_slot(record.row, snapshot.slot)
             if step is not None:
                 self._start_from(record.row, added.node, snapshot.slot)

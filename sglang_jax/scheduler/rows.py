@@ -109,7 +109,9 @@ class Rows:
         """Gives a request a free row that starts with the prefix just probed. `seat` then enters all requests that a
         look chose."""
         session, stops = request.turn is not None, bool(request.sampling.stop)
-        request.kv = self._cache.open_row(probe, session=session, stops=stops, shared_len=request.shared_len)
+        request.kv = self._cache.open_row(
+            probe, session=session, stops=stops, shared_len=request.shared_len, total=request.prefill_len
+        )
         request.move_to(RequestState.PREFILL)
 
     def seat(self, requests: list[Request]) -> None:

@@ -88,6 +88,7 @@ OTHER_VALUES: dict[str, Any] = {
     "compilation_cache_dir": "some/cache",
     "decode_log_interval": 7,
     "enable_expert_distribution_metrics": True,
+    "enable_deterministic_inference": True,
     "profile_dir": "profiles",
     "test_retract": 5,
     "test_evict": 6,

@@ -17,7 +17,7 @@ class Paged(Protocol):
 
 
 def ways_to_compute(lengths: Sequence[int], most: int, seed: int) -> Iterator[list[Step]]:
-    """Steps that compute all tokens of sequences: each sequence alone and whole; its last tokens one by one, alone or
+    """Steps that compute all tokens of sequences: whole sequences; their last tokens one by one, by themselves or
     with the others; and all together in chunks of random length, of at most `most` tokens in a step. Decode rows come
     first."""
     yield [{row: length} for row, length in enumerate(lengths)]

@@ -14,6 +14,7 @@ from helpers.fake_grammars import FakeCompiler, FakeGrammars
 
 from sglang_jax.architectures import CacheKind, group_names
 from sglang_jax.config import EngineConfig
+from sglang_jax.mem_cache.guesses import Guesses
 from sglang_jax.mem_cache.ledger import OwnershipError
 from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.runner.fake import FakeRunner
@@ -118,7 +119,8 @@ class Bench:
 
     `window`: what the first group of layers sees; `more`: the same, with pages (slots), for further groups;
     `max_samples`: maximum tokens of a row in a step, above 1 with drafts; `max_drafts`: of a step; `least_gain`,
-    `gain_over_loss`: of snapshots.
+    `gain_over_loss`: of snapshots; `tails`: where prompts are guessed to diverge at first, at a cost of one token each;
+    None: as on a server, which makes no guess for prompts of fewer than 200 tokens.
     """
 
     pages: int = 64
@@ -138,6 +140,7 @@ class Bench:
     least_gain: int = 1
     gain_over_loss: int = 1
     max_drafts: int | None = None
+    tails: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         groups = ((self.window, self.pages), *self.more)
@@ -164,6 +167,8 @@ class Bench:
         if (states := states_of(self.scheduler.cache)) is not None:
             states.least_gain = self.least_gain
             states.gain_over_loss = self.gain_over_loss
+            if self.tails is not None:
+                states.guesses = Guesses(self.page_size, step_cost=1, tails=self.tails)
         if self.subject is None:
             self.runner.namespace_of = lambda row: self.scheduler.rows.at(row).namespace
         if self.scribble and self.subject is None:

@@ -150,6 +150,7 @@ class Simulation(RuleBasedStateMachine):
             max_samples=1 + drafts,
             least_gain=least_gain,
             gain_over_loss=gain_over_loss,
+            tails=(2, 9, 20) if track else None,
         )
         admission = self.bench.scheduler._admission
         admission.aged_turn = aged_turn

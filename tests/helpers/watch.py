@@ -119,6 +119,7 @@ class Watch:
         assert cache.reuse or states.pool.num_free == states.pool.total - len(slots)
         self.met["began with a copy of a state"] += bool(states._starting)
         self.met["second slots"] += max(slots, default=0) > 1
+        self.met["guessed states"] += any(record.state_len in record.guesses for record in cache.open_rows.values())
 
     def _around(
         self, call: Callable[..., object], *, before: Callable[..., None] | None = None, after: object = None

@@ -140,10 +140,11 @@ def no_look_after_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
     give_back = Rows._give_back
 
     def give_back_quietly(self: Rows, departure: Departure) -> None:
-        pause = self._queue._pause
+        queues = (self._queue._others, self._queue._background)
+        pauses = [queue._pause for queue in queues]
         give_back(self, departure)
-        if not departure.requeue:
-            self._queue.pause(pause)
+        for queue, pause in zip(queues, pauses, strict=True) if not departure.requeue else ():
+            queue.pause(pause)
 
     monkeypatch.setattr(Rows, "_give_back", give_back_quietly)
 

@@ -35,6 +35,7 @@ def test_schedules() -> None:
         *(f"overtaken under {policy}" for policy in SchedulePolicy),
         "began with a copy of a state",
         "second slots",
+        "guessed states",
     ):
         assert met[event] >= schedules // 20, met
 

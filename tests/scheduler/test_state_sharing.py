@@ -9,6 +9,7 @@ from helpers.caches import states_of
 from helpers.scheduling import Bench
 
 from sglang_jax.architectures import CacheKind
+from sglang_jax.mem_cache.guesses import STEP_COST
 from sglang_jax.mem_cache.state_group import GAIN_OVER_LOSS, MIN_GAIN
 from sglang_jax.runner.plan import StepPlan
 from sglang_jax.sampling.params import SamplingParams
@@ -36,6 +37,7 @@ def hybrid(
     reuse: bool = True,
     gain_over_loss: int = GAIN_OVER_LOSS,
     chunk: int = 512,
+    tails: tuple[int, ...] | None = None,
 ) -> Bench:
     """Full attention and states, with room for all and the parameters of a server."""
     return Bench(
@@ -50,6 +52,7 @@ def hybrid(
         more=((STATE, states),),
         least_gain=MIN_GAIN,
         gain_over_loss=gain_over_loss,
+        tails=tails,
         options={"disable_radix_cache": not reuse},
     )
 
@@ -72,8 +75,8 @@ def test_prompts_that_share_nothing_take_one_step_more_than_without_a_cache() ->
     """For the tail of the last one. If all chunks ended at page boundaries, every step would be less full."""
     prompts = np.random.default_rng(3).integers(1, 39, (16, 1040)).tolist()
 
-    def steps(*, reuse: bool = True, gain_over_loss: int = GAIN_OVER_LOSS) -> int:
-        bench = hybrid(64, budget=512, reuse=reuse, gain_over_loss=gain_over_loss)
+    def steps(*, reuse: bool = True, gain_over_loss: int = GAIN_OVER_LOSS, tails: tuple[int, ...] | None = ()) -> int:
+        bench = hybrid(64, budget=512, reuse=reuse, gain_over_loss=gain_over_loss, tails=tails)
         for number, prompt in enumerate(prompts):
             bench.add(prompt, sampling=endless(4, seed=number))
         bench.run()
@@ -82,6 +85,7 @@ def test_prompts_that_share_nothing_take_one_step_more_than_without_a_cache() ->
     without = steps(reuse=False)
     assert steps() == without + 1
     assert steps(gain_over_loss=0) > without + 2, "this workload would tell"
+    assert steps(tails=None) <= without + 4, "other prompts fill most steps in which a chunk ends at a guess"
 
 
 def test_few_slots_go_to_shared_prefixes() -> None:
@@ -106,10 +110,66 @@ def one_after_the_other(bench: Bench, prompts: list[list[int]], shared_len: int 
     return cached
 
 
-def test_of_sequential_sharers_the_second_starts_at_a_chunk_end_and_the_third_where_it_diverged() -> None:
-    """Where prompts would diverge was unknown when the first one was computed."""
-    cached = one_after_the_other(hybrid(16), workload()[::GROUPS][:5])
-    assert cached == [0, 512, 992, 992, 992]
+def test_of_sequential_sharers_the_second_starts_at_a_guess_and_the_third_there_or_where_it_diverged() -> None:
+    """Where prompts would diverge was unknown when the first one was computed: 64 tokens before its end was a guess. A
+    state where they did is worth a slot only if it saves 32 tokens more."""
+    prompts = workload()[::GROUPS][:4]
+    assert one_after_the_other(hybrid(16), prompts) == [0, 976, 976, 976]
+    assert one_after_the_other(hybrid(16, tails=(80,)), prompts) == [0, 960, 992, 992]
+
+
+@pytest.mark.parametrize("chunk", [256, 1200])
+@pytest.mark.parametrize("tail", [40, 150, 400])
+def test_once_a_workload_is_known_the_second_sharer_of_each_group_starts_near_its_end(chunk: int, tail: int) -> None:
+    """Groups one after the other, with tails that vary by a tenth: the second sharer starts at most a quarter of a
+    tail and two pages before the first one's tail, or at the end of a chunk to which no guess would add enough."""
+    random = np.random.default_rng(tail)
+    bench = hybrid(16, chunk=chunk, budget=1200)
+    found = []
+    for _ in range(9):
+        shared = int(random.integers(500, 700))
+        common = random.integers(1, 39, shared).tolist()
+        tails = [random.integers(1, 39, random.integers(tail - tail // 10, tail + tail // 10 + 1)) for _ in range(3)]
+        cached = one_after_the_other(bench, [[*common, *one.tolist()] for one in tails])
+        found.append([shared - one for one in cached[1:]])
+    assert max(second for second, _ in found[3:]) < 0.25 * tail + 2 * 16 + (STEP_COST if chunk < 500 else 0), found
+    assert max(third for _, third in found) < MIN_GAIN + 16, found
+
+
+def test_prompts_that_share_nothing_soon_make_no_guesses_until_one_shares_something() -> None:
+    bench = hybrid(16)
+    random = np.random.default_rng(3)
+
+    def steps(*tails: int) -> list[int]:
+        """Of prompts with a new shared part of 260 tokens, which run one after the other."""
+        common, found = random.integers(1, 39, 260).tolist(), []
+        for tail in tails:
+            before = bench.scheduler.log.steps
+            one_after_the_other(bench, [[*common, *random.integers(1, 39, tail).tolist()]])
+            found.append(bench.scheduler.log.steps - before)
+        return found
+
+    alone = [steps(40)[0] for _ in range(50)]
+    assert alone == [alone[-1] + 1] * 32 + [alone[-1]] * 18
+    assert steps(40, 40)[0] == alone[-1], "no guess"
+    assert steps(40)[0] == alone[-1] + 1, "the second one could have started further on"
+
+
+def test_no_chunk_ends_at_a_guess_shortly_after_another_state() -> None:
+    """The guesses are 784 and 976 of 1,040 tokens."""
+    bench = hybrid(16, chunk=368)
+    bench.runner.keep_plans = True
+    one_after_the_other(bench, workload()[:1])
+    assert chunks(bench.runner.plans) == [[368], [368], [240], [48], [16]]
+
+
+def test_states_at_chunk_ends_before_a_guess_are_evicted_before_it_and_before_ends_of_prompts() -> None:
+    bench = hybrid(16, rows=2, states=10)
+    prompts = np.random.default_rng(3).integers(1, 39, (3, 1040)).tolist()
+    one_after_the_other(bench, prompts)
+    for prompt in prompts:
+        tokens = np.array(prompt, np.int32).tobytes()
+        assert [bench.scheduler.cache.peek(tokens, most, None) for most in (1039, 1023)] == [1024, 976]
 
 
 @pytest.mark.parametrize("chunk", [512, 1200])
@@ -122,17 +182,17 @@ def test_a_wrongly_declared_shared_prefix_is_evicted_before_a_real_one() -> None
     """Like ends of prompts it is on trial: 24 snapshots of these prompts pass through four slots."""
     bench = hybrid(16, rows=2, states=6)
     prompts = workload()[::GROUPS]
-    assert one_after_the_other(bench, prompts[:3])[-1] == 992
+    assert one_after_the_other(bench, prompts[:3])[-1] == 976
     alone = np.random.default_rng(3).integers(1, 39, (8, 1040)).tolist()
     one_after_the_other(bench, alone, shared_len=COMMON)
-    assert one_after_the_other(bench, prompts[3:4]) == [992]
+    assert one_after_the_other(bench, prompts[3:4]) == [976]
 
 
 @pytest.mark.parametrize("shared_len", [1, MIN_GAIN - 1, 1040, 10**6])
 def test_a_useless_declared_shared_length_changes_nothing(shared_len: int) -> None:
     """Too short for a state, or the whole prompt, or longer than that."""
     cached = one_after_the_other(hybrid(16), workload()[::GROUPS][:3], shared_len=shared_len)
-    assert cached == [0, 512, 992]
+    assert cached == [0, 976, 976]
 
 
 def test_a_repeated_prompt_starts_before_its_last_token() -> None:

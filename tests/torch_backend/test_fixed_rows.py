@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,27 +11,79 @@ from helpers.family_cases import EXPERTS, FAMILIES, HYBRIDS, LATENT, prompts
 from helpers.fixed_rows import differences
 from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_paged_model import TorchPagedModel
+from torch.nn import functional
+
+from torch_backend.elementwise import evenly
+from torch_backend.layers.row_tiles import TILE_ROWS, RowTiles, sizes_of_tiles
 
 CASES = FAMILIES | EXPERTS | HYBRIDS | LATENT
 MOST = 48
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def soak(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
-    ("name", "numba"),
+    ("name", "numba", "dtype"),
     [
-        ("gemma2", False),
-        ("gpt_oss", False),
-        ("qwen2_moe", True),
-        ("qwen3_5", False),
-        ("mamba2", False),
-        ("deepseek_v3", False),
+        ("gpt_oss", False, FLOAT32),
+        ("qwen2_moe", True, FLOAT32),
+        ("qwen3_5", False, BFLOAT16),
+        ("deepseek_v3", False, FLOAT32),
+        soak("gemma2", True, FLOAT32),
+        soak("gemma2", False, BFLOAT16),
+        soak("gpt_oss", False, BFLOAT16),
+        soak("qwen3_5", False, FLOAT32),
+        soak("mamba2", False, FLOAT32),
+        soak("falcon_h1", False, FLOAT32),
+        soak("deepseek_v3", False, BFLOAT16),
     ],
 )
 def test_logits_do_not_depend_on_the_step(name: str, numba: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Without `fixed`, most of these logits differ."""
     case = CASES[name]
     folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
-    model = TorchPagedModel(
-        folder, dtype=dtype, numba=numba, page_size=case.page_size, columns=-(-64 // case.page_size), fixed=True
-    )
+    columns = -(-64 // case.page_size)
+    model = TorchPagedModel(folder, dtype=dtype, numba=numba, page_size=case.page_size, columns=columns, fixed=True)
     assert differences(model, prompts(), MOST, states=name in HYBRIDS) == 0
+
+
+def by_size(x: torch.Tensor) -> torch.Tensor:
+    """A product that rounds by its number of rows."""
+    return x * (1 + len(x) / 1024)
+
+
+def by_place(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.arange(1, len(x) + 1)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("product", "sizes"),
+    [(torch.neg, TILE_ROWS), (by_size, TILE_ROWS[:1]), (by_place, (1,))],
+    ids=["same", "size", "place"],
+)
+def test_tiles_are_as_large_as_a_product_allows(
+    product: Callable[[torch.Tensor], torch.Tensor], sizes: tuple[int, ...]
+) -> None:
+    assert sizes_of_tiles(product, 8, FLOAT32) == sizes
+    x = torch.randn(2 * TILE_ROWS[1] + 21, 8)
+    tiled = RowTiles(product, sizes)
+    whole = tiled(x)
+    for first, last in ((0, 0), (0, 1), (5, 21), (5, 22), (100, len(x))):
+        assert torch.equal(tiled(x[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize(
+    "function", [torch.sigmoid, functional.silu, functional.softplus], ids=lambda each: each.__name__
+)
+def test_a_function_of_elements_does_not_depend_on_their_place(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    x = torch.randn(2**15 + 5)
+    whole = evenly(function, x)
+    for size in (1, 7, 33):
+        parts = torch.cat([evenly(function, part) for part in torch.split(x[: 100 * size], size)])
+        assert torch.equal(parts, whole[: 100 * size])
+    assert torch.allclose(whole, function(x))

@@ -1,4 +1,4 @@
-"""Attention in which a token's result depends on its own sequence up to the token alone: not on other sequences, nor on
+"""Attention in which a token's result depends on its own sequence up to that token: not on other sequences, nor on
 whether the token is decoded, drafted, or computed in a chunk of whatever length."""
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class AttentionImplementation(StrEnum):
     kernels for TPU, and only from tiled pages (`kernels.kv_storage`). `PALLAS_CHECKED`, for debugging, compiles a check
     of each address in: an address outside its array stops the core with an error that names the copy. Starting a copy
     then takes 2.5 times as many instructions. With `XLA_FIXED` and `PALLAS_FIXED`, a token's result depends on its own
-    sequence up to the token alone, bit for bit: every row is computed as a chunk, in blocks of one shape."""
+    sequence up to that token, bit for bit: every row is computed as a chunk, in blocks of one shape."""
 
     REFERENCE = "reference"
     XLA = "xla"

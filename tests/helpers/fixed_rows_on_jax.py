@@ -1,0 +1,29 @@
+"""Counts logits that differ from step to step on JAX, with the options of users' processes: `python -m
+helpers.fixed_rows_on_jax FOLDER DTYPE PAGE_SIZE FIXED STATES`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from helpers.fixed_rows import differences
+from helpers.paged_model import MIXED_TOKENS, PagedModel
+from helpers.parity_cases import prompts
+
+from sglang_jax.models import AttentionImplementation
+
+
+def main(folder: str, dtype: str, page_size: str, attention: str, states: str) -> None:
+    columns = -(-64 // int(page_size))
+    model = PagedModel(
+        Path(folder),
+        dtype=dtype,
+        attention=AttentionImplementation(attention),
+        page_size=int(page_size),
+        columns=columns,
+    )
+    print(differences(model, prompts(), MIXED_TOKENS, states=states == "True"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
