@@ -24,7 +24,7 @@ from torch_backend.kernels.integer_product import integer_product
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
 from torch_backend.kernels.sample import greedy, sample
-from torch_backend.kernels.scaled_product import scaled_product
+from torch_backend.kernels.scaled_product import fixed_product, scaled_product
 from torch_backend.kv_pages import KVForm, KVPages
 from torch_backend.operations import HeadNorms, Rotation
 from torch_backend.recurrent.rows import StateRows
@@ -82,6 +82,8 @@ REPRESENTATIVE = (
     "scaled_product: bfloat16, float8_e4m3fn, 64 rows, 4096 x 4096: ",
     "scaled_product: bfloat16, int8, 1024 rows, 4096 x 4096: ",
     "integer_product: bfloat16, 16 rows, 4096 x 4096: ",
+    "fixed_product: bfloat16, bfloat16, 4096 x 4096: ",
+    "fixed_product: float32, float32, 4096 x 4096: ",
 )
 """One configuration of every kernel, and those nearest to a limit: `operation: configuration: `."""
 
@@ -102,6 +104,7 @@ def shipped_kernels() -> list[ShippedKernel]:
         *_scans(),
         *_scaled_products(),
         *_integer_products(),
+        *_fixed_products(),
     ]
 
 
@@ -383,3 +386,24 @@ def _integer_product(dtype: torch.dtype, rows: int, outputs: int, has_bias: bool
 
     words = f"{_name(dtype)}, {rows} rows, {outputs} x {inputs}" + (", bias" if has_bias else "")
     return ShippedKernel("integer_product", words, launch)
+
+
+def _fixed_products() -> Iterator[ShippedKernel]:
+    """One tile for each dtype of inputs, for any number of rows."""
+    for dtype in _TYPES:
+        for values in (dtype, torch.int8, torch.float8_e4m3fn):
+            yield _fixed_product(dtype, values, 4096, False)
+    for values in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+        yield _fixed_product(torch.bfloat16, values, 28_672, True)
+
+
+def _fixed_product(dtype: torch.dtype, values: torch.dtype, outputs: int, has_bias: bool) -> ShippedKernel:
+    inputs = 4096
+    bias = _empty(dtype, outputs) if has_bias else None
+
+    def launch(chip: Chip) -> object:
+        scales = None if values == dtype else _empty(torch.float32, outputs)
+        return fixed_product(_empty(dtype, _ROWS, inputs), _empty(values, outputs, inputs), scales, bias, chip)
+
+    words = f"{_name(dtype)}, {_name(values)}, {outputs} x {inputs}" + (", bias" if has_bias else "")
+    return ShippedKernel("fixed_product", words, launch)

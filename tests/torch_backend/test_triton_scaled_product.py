@@ -18,7 +18,14 @@ from triton.runtime.errors import InterpreterError
 
 from torch_backend.kernels import scaled_product as module
 from torch_backend.kernels.chip import Chip
-from torch_backend.kernels.scaled_product import max_rows, product_tile, scaled_product, split_length
+from torch_backend.kernels.scaled_product import (
+    fixed_product,
+    fixed_tile,
+    max_rows,
+    product_tile,
+    scaled_product,
+    split_length,
+)
 
 assert helpers.triton_interpreter
 
@@ -26,6 +33,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | Non
 
 CHIP = Chip(90, 132)
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -102,6 +110,35 @@ def test_a_row_is_batch_invariant(inputs: int) -> None:
         assert torch.equal(part, whole[first:last])
 
 
+def plain_product(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, chip: Chip
+) -> torch.Tensor:
+    """For scales of 1."""
+    return fixed_product(x, values, None, bias, chip)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("values", [None, INT8, FLOAT8], ids=["plain", "int8", "float8"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 203), (7, 301)], ids=["whole", "splits"])
+def test_a_row_of_a_fixed_product_has_the_same_bits_among_any_others(
+    outputs: int, inputs: int, values: torch.dtype | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any number, at any place of a tile; with programs in any order, and rows multiplied in several parts."""
+    monkeypatch.setattr(module, "_MIN_SPLIT", 128)
+    assert (split_length(1, outputs, inputs, fixed_tile(dtype)) < inputs) is (outputs == 7)
+    rows = 40 if dtype == torch.float32 else 140
+    x, bias = numbers(rows, inputs, dtype), numbers(1, outputs, dtype)[0]
+    if values is None:
+        product, stored = plain_product, (numbers(outputs, inputs, dtype, seed=1), torch.ones(outputs))
+    else:
+        product, stored = fixed_product, matrix(outputs, inputs, values)
+    whole = assert_right(product, x, stored, bias)
+    monkeypatch.setattr(module, "_MAX_ROWS", 9)
+    for first, last in ((0, 1), (rows - 1, rows), (5, 22), (31, 37)):
+        with shuffled_programs(first):
+            assert torch.equal(product(x[first:last], *stored, bias, Chip(80, 108)), whole[first:last])
+
+
 @pytest.mark.parametrize("inputs", [200, 1200])
 def test_a_value_that_is_not_finite_affects_only_its_row(inputs: int) -> None:
     x, stored = numbers(20, inputs), matrix(9, inputs, INT8)
@@ -142,6 +179,17 @@ def test_no_rows_launch_nothing_and_other_shapes_are_refused() -> None:
     for wrong in ((numbers(2, 8).float(), values, scales), (numbers(2, 8), values.to(torch.int16), scales)):
         with pytest.raises(ValueError, match="no product"):
             scaled_product(*wrong, None, CHIP)
+    assert fixed_product(numbers(0, 8), values, scales, None, CHIP).shape == (0, 6)
+    weight = numbers(6, 8)
+    with pytest.raises(ValueError, match=r"wanted are contiguous"):
+        fixed_product(numbers(2, 6), weight.T, None, None, CHIP)
+    for wrong in (
+        (numbers(2, 8), weight.float(), None),
+        (numbers(2, 8), weight, scales),
+        (numbers(2, 8), values, None),
+    ):
+        with pytest.raises(ValueError, match="no product"):
+            fixed_product(*wrong, None, CHIP)
 
 
 @pytest.mark.parametrize("inputs", [200, 1200])
@@ -223,3 +271,26 @@ def test_a_fault_is_noticed(right: str, wrong: str, error: type[Exception], tmp_
     check(module)
     with broken(tmp_path, right, wrong) as faulty, pytest.raises(error):
         check(faulty)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("partitioned = rows if tile is None else tile.rows", "partitioned = rows"),
+        ("tile=fixed_tile(x.dtype)", "tile=product_tile(len(x), chip)"),
+    ],
+)
+def test_a_partition_that_depends_on_the_number_of_rows_is_noticed(
+    right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = numbers(70, 500, torch.float32), numbers(7, 500, torch.float32, seed=1)
+
+    def same_bits(some: ModuleType) -> bool:
+        monkeypatch.setattr(some, "_MIN_SPLIT", 128)
+        monkeypatch.setattr(some, "_PROGRAMS", 2)
+        whole, part = (some.fixed_product(rows, weight, None, None, CHIP) for rows in (x, x[:9]))
+        return torch.equal(whole[:9], part)
+
+    assert same_bits(module)
+    with broken(tmp_path, right, wrong) as faulty:
+        assert not same_bits(faulty)

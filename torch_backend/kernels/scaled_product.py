@@ -72,10 +72,11 @@ def product_tile(rows: int, chip: Chip) -> ProductTile:
 
 
 def fixed_tile(dtype: torch.dtype) -> ProductTile:
-    """The tile of `fixed_product`, for a dtype of inputs: 32 KiB in flight for each stage but one."""
+    """The tile of `fixed_product`, for a dtype of inputs. With 16 bits, 32 KiB of values and inputs are in flight for
+    each stage but one."""
     if dtype == torch.float32:
         return ProductTile(16, _MIN_OUTPUTS, 4, 2, 32)
-    return ProductTile(_FEW_ROWS, _MIN_OUTPUTS, 4, 3, 64)
+    return ProductTile(_FEW_ROWS, _MIN_OUTPUTS, 4, 2)
 
 
 def max_rows(values: torch.dtype, chip: Chip) -> int:
@@ -107,15 +108,10 @@ def scaled_product(
     outputs]`, in the dtype of x. Sums are float32, multiplied by `scales`, float32 `[outputs]`; `bias [outputs]` is
     added and the result rounded once. All are contiguous. float8 values must not be NaN. Raises `ValueError` for other
     shapes and dtypes."""
-    rows, inputs = x.shape
-    outputs = values.shape[0]
-    if values.shape[1] != inputs or scales.shape != (outputs,) or not (x.is_contiguous() and values.is_contiguous()):
-        raise ValueError(
-            f"x is {list(x.shape)} with strides {list(x.stride())}, values are {list(values.shape)} and scales "
-            f"{list(scales.shape)}; wanted are contiguous [T, inputs] and [outputs, inputs], and [outputs]"
-        )
-    if x.dtype not in (torch.bfloat16, torch.float16) or values.dtype not in (torch.int8, torch.float8_e4m3fn):
+    _check(x, values, scales)
+    if x.dtype == torch.float32:
         raise ValueError(f"there is no product of {x.dtype} and {values.dtype}")
+    rows, outputs = len(x), len(values)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if not rows:
         return out
@@ -128,14 +124,37 @@ def fixed_product(
 ) -> torch.Tensor:
     """Multiplies `x [T, inputs]`, float32, bfloat16 or float16, by `values [outputs, inputs]`: int8 or float8 with
     `scales`, or of the dtype of x without. `[T, outputs]` in the dtype of x, rounded as by `scaled_product`. There is
-    one tile and one partition of the inputs for any number of rows, so a row's result is the same for any others."""
+    one tile and one partition of the inputs for any number of rows, so a row's result is the same for any others.
+    Raises `ValueError` as `scaled_product`."""
+    _check(x, values, scales)
     rows, outputs = len(x), len(values)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    stored = values if scales is None else readable(values, chip)
+    if scales is None:
+        stored = values
+    elif x.dtype == torch.float32:
+        # Triton 3.7 multiplies values that a kernel widens to float32 as TensorFloat-32 on sm_100.
+        stored = values.float()
+    else:
+        stored = readable(values, chip)
     for first in range(0, rows, _MAX_ROWS):
         part = slice(first, first + _MAX_ROWS)
         multiply_and_scale(x[part], None, stored, scales, bias, out[part], chip, tile=fixed_tile(x.dtype))
     return out
+
+
+def _check(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Raises `ValueError` for tensors that the kernel would misread."""
+    outputs, inputs = values.shape
+    shaped = x.shape[1:] == (inputs,) and (scales is None or scales.shape == (outputs,))
+    if not (shaped and x.is_contiguous() and values.is_contiguous()):
+        raise ValueError(
+            f"x is {list(x.shape)} with strides {list(x.stride())}, values are {list(values.shape)} and scales "
+            f"{None if scales is None else list(scales.shape)}; wanted are contiguous [T, inputs] and [outputs, "
+            "inputs], and [outputs]"
+        )
+    stored = (x.dtype,) if scales is None else (torch.int8, torch.float8_e4m3fn)
+    if x.dtype not in TRITON_TYPES or values.dtype not in stored:
+        raise ValueError(f"there is no product of {x.dtype} and {values.dtype}")
 
 
 def multiply_and_scale(
