@@ -29,9 +29,9 @@ def soak(*values: object) -> object:
     ("name", "numba", "dtype"),
     [
         ("gpt_oss", False, FLOAT32),
-        ("qwen2_moe", True, FLOAT32),
         ("qwen3_5", False, BFLOAT16),
-        ("deepseek_v3", False, FLOAT32),
+        soak("qwen2_moe", True, FLOAT32),
+        soak("deepseek_v3", False, FLOAT32),
         soak("gemma2", True, FLOAT32),
         soak("gemma2", False, BFLOAT16),
         soak("gpt_oss", False, BFLOAT16),
