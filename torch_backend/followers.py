@@ -192,6 +192,7 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
             followers.meeting_point,
             select_device(config.device),
             custom_all_reduce=not config.disable_custom_all_reduce,
+            in_order=config.enable_deterministic_inference,
         )
         undo.callback(leave)
         followers.on_loss(parallel.abort)

@@ -66,17 +66,21 @@ SINGLE = SingleProcess()
 class DistributedTensorParallel:
     """A process of a `torch.distributed` group: nccl between GPUs, gloo between CPU processes. `group`: for tensors on
     the device; `control`: a gloo group of the same processes, for values of the host; `sums`: adds up small tensors
-    instead of `group`, if available."""
+    instead of `group`, if available; `in_order`: numbers are added in the order of ranks, whatever the size of a
+    tensor, for which every rank reads all of every other."""
 
     def __init__(
         self,
         group: torch.distributed.ProcessGroup,
         control: torch.distributed.ProcessGroup,
         sums: SymmetricSums | None = None,
+        *,
+        in_order: bool = False,
     ) -> None:
         self._group = group
         self._control = control
         self._sums = sums
+        self._in_order = in_order
         self._rank = torch.distributed.get_rank(group)
         self._size = torch.distributed.get_world_size(group)
 
@@ -90,6 +94,11 @@ class DistributedTensorParallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `TensorParallel`. Every rank gets the same bits."""
+        if self._in_order:
+            total, *others = self._gather(x)
+            for other in others:
+                total += other
+            return total
         if self._sums is not None:
             found = self._sums.all_reduce(x)
             if found is not None:
@@ -98,9 +107,13 @@ class DistributedTensorParallel:
         return x
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._gather(x), dim=-1)
+
+    def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every process's `x`, by rank."""
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self._size)]
         torch.distributed.all_gather(parts, x.contiguous(), group=self._group)
-        return torch.cat(parts, dim=-1)
+        return parts
 
     def minimum(self, value: int) -> int:
         """See `TensorParallel`. For start-up: waits for every process."""
@@ -110,7 +123,7 @@ class DistributedTensorParallel:
 
     def on_host(self) -> DistributedTensorParallel:
         """See `TensorParallel`: over gloo."""
-        return DistributedTensorParallel(self._control, self._control)
+        return DistributedTensorParallel(self._control, self._control, in_order=self._in_order)
 
     def abort(self) -> None:
         """Aborts collectives that wait for a lost process; gloo notices by itself."""

@@ -22,10 +22,17 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def join(
-    rank: int, size: int, meeting_point: Path, device: torch.device, *, custom_all_reduce: bool = True
+    rank: int,
+    size: int,
+    meeting_point: Path,
+    device: torch.device,
+    *,
+    custom_all_reduce: bool = True,
+    in_order: bool = False,
 ) -> DistributedTensorParallel:
     """Joins the group; blocks until every rank has joined. `meeting_point`: a file that does not exist before the first
-    rank joins; `custom_all_reduce`: whether GPUs add up in symmetric memory if they can, instead of with NCCL. Raises
+    rank joins; `custom_all_reduce`: whether GPUs add up in symmetric memory if they can, instead of with NCCL;
+    `in_order`: ranks add up in their order, because libraries choose the order by the size of a tensor. Raises
     `ConfigError` if this process is already in a group."""
     if torch.distributed.is_initialized():
         raise ConfigError(
@@ -38,9 +45,12 @@ def join(
     control = torch.distributed.group.WORLD
     assert control is not None
     if device.type == "cpu":
-        return DistributedTensorParallel(control, control)
+        return DistributedTensorParallel(control, control, in_order=in_order)
     torch.cuda.set_device(device)
     group = torch.distributed.new_group(backend="nccl", device_id=device)
+    if in_order:
+        logger.info("Sums over ranks: in the order of ranks, for results that do not depend on the batch")
+        return DistributedTensorParallel(group, control, in_order=True)
     sums = _symmetric_sums(DistributedTensorParallel(group, control), group.group_name, device, custom_all_reduce)
     return DistributedTensorParallel(group, control, sums)
 
