@@ -106,7 +106,7 @@ def _load_on(
         own = _allocate(draft, assembly.draft_pages, config.page_size, device, backend.state_dtypes)
         drafting = PagedTransformer(draft.model, own)
     most = min(config.cuda_graph_max_bs or _MAX_CAPTURED_ROWS, spec.max_rows)
-    capture = _capture(stream, config, device, kernels)
+    capture = _capture(stream, config, checkpoint.config, device, kernels)
     pages = [*main_model.pages(), *(() if drafting is None else drafting.pages())]
     memory = ReleasableMemory(
         partial(_reload, config, models, backend), partial(_without_weights, backend), tuple(pages)
@@ -218,11 +218,18 @@ def _kv_factor(config: EngineConfig, checkpoint: Checkpoint, form: KVForm) -> fl
     return None
 
 
-def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels: Kernels) -> CudaCapture | None:
+def _capture(
+    stream: Stream, config: EngineConfig, model: ModelConfig, device: torch.device, kernels: Kernels
+) -> CudaCapture | None:
     if device.type == "cpu" or config.disable_cuda_graph:
         return None
+    reason = None
     if not kernels.capturable:
-        logger.info("Steps are not captured: %s attention reads lengths on the host", kernels.attention_name)
+        reason = f"{kernels.attention_name} attention reads lengths on the host"
+    elif config.max_samples > 1 and model.keeps_states and kernels.states.reads_lengths:
+        reason = "layers with a recurrent state read the drafts of a row on the host"
+    if reason is not None:
+        logger.info("Steps are not captured: %s", reason)
         return None
     return CudaCapture(cast("CudaStream", stream).stream)
 

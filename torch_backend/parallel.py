@@ -124,7 +124,7 @@ class DistributedTensorParallel:
 
     def on_host(self) -> DistributedTensorParallel:
         """See `TensorParallel`: over gloo."""
-        return DistributedTensorParallel(self._control, self._control)
+        return DistributedTensorParallel(self._control, self._control, in_order=self._in_order)
 
     def abort(self) -> None:
         """Aborts collectives that wait for a lost process; gloo notices by itself."""

@@ -48,6 +48,7 @@ def join(
     torch.cuda.set_device(device)
     group = torch.distributed.new_group(backend="nccl", device_id=device)
     if in_order:
+        logger.info("Sums over ranks: in the order of ranks, for results that do not depend on the batch")
         return DistributedTensorParallel(group, control, in_order=True)
     sums = _symmetric_sums(DistributedTensorParallel(group, control), group.group_name, device, custom_all_reduce)
     return DistributedTensorParallel(group, control, sums)

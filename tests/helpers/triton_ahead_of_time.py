@@ -121,19 +121,19 @@ def compile_launch(launch: Callable[[], object], capability: int) -> dict[str, F
     return found
 
 
-def _figures(kernel: Any) -> Figures:
+def dump(kernel: Any, option: str) -> str:
+    """What cuobjdump says about a compiled kernel: `--dump-sass` for its machine code."""
     import triton.backends.nvidia
 
-    dump = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    program = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
+        return subprocess.run([program, option, cubin.name], capture_output=True, text=True, check=True).stdout
 
-        def ask(option: str) -> str:
-            return subprocess.run([dump, option, cubin.name], capture_output=True, text=True, check=True).stdout
 
-        usage = ask("--dump-resource-usage")
-        loops = loops_with_products(ask("--dump-sass"))
+def _figures(kernel: Any) -> Figures:
+    usage = dump(kernel, "--dump-resource-usage")
     taken = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if taken is None:
         raise RuntimeError(f"cuobjdump says nothing about registers: {usage}")
@@ -145,7 +145,7 @@ def _figures(kernel: Any) -> Figures:
         warps=kernel.metadata.num_warps,
         stages=kernel.metadata.num_stages,
         instructions=tuple(sorted(name for name, words in _INSTRUCTIONS.items() if words in ptx)),
-        loops=loops,
+        loops=tuple(map(len, loops_with_products(dump(kernel, "--dump-sass")))),
     )
 
 
@@ -153,7 +153,7 @@ _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)([^;
 _PRODUCTS = ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA", "DMMA")
 
 
-def loops_with_products(sass: str) -> tuple[int, ...]:
+def loops_with_products(sass: str) -> list[list[str]]:
     """From cuobjdump's output for a kernel: the instructions from the target of each backward branch to that branch,
     where matrices are multiplied in between and no other loop is inside; in the order of the program."""
     lines = [(int(found[1], 16), found[2], found[3]) for found in map(_LINE.match, sass.splitlines()) if found]
@@ -167,8 +167,8 @@ def loops_with_products(sass: str) -> tuple[int, ...]:
         inside = [operation for at, operation, _ in lines if first <= at <= last]
         innermost = not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
         if innermost and any(operation.startswith(_PRODUCTS) for operation in inside):
-            found.append(len(inside))
-    return tuple(found)
+            found.append(inside)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner import this_machine
 from torch_backend.attention.cpu import CpuAttention
+from torch_backend.attention.fixed import BlockAttention, ChunksOnly
 from torch_backend.attention.interface import HeadForm
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
@@ -39,8 +40,10 @@ GPU = torch.device("cuda", 0)
 FORM = CpuForm(torch.float32, torch.float32, (HeadForm(64, 2),))
 
 
-def choose(wanted: AttentionBackend, device: torch.device, form: CpuForm = FORM) -> Kernels:
-    return choose_kernels(wanted, device, form, EngineConfig().cache_folder())
+def choose(
+    wanted: AttentionBackend, device: torch.device, form: CpuForm = FORM, *, latents: bool = False, fixed: bool = False
+) -> Kernels:
+    return choose_kernels(wanted, device, form, EngineConfig().cache_folder(), latents=latents, fixed=fixed)
 
 
 @pytest.fixture
@@ -259,6 +262,30 @@ class TestKernels:
         # only these read no lengths on the host, which a CUDA graph cannot do
         assert kernels.capturable == (attention is TritonAttention)
         assert isinstance(kernels.states, TritonStates if attention is TritonAttention else NativeStates)
+
+    @pytest.mark.parametrize(
+        ("wanted", "latents", "attention"),
+        [
+            (AttentionBackend.AUTO, False, ChunksOnly),
+            (AttentionBackend.SAGE, False, ChunksOnly),
+            (AttentionBackend.NATIVE, False, BlockAttention),
+            (AttentionBackend.AUTO, True, BlockAttention),
+        ],
+    )
+    def test_of_a_gpu_with_the_same_bits_in_every_step(
+        self, wanted: AttentionBackend, latents: bool, attention: type[object]
+    ) -> None:
+        kernels = choose(wanted, GPU, latents=latents, fixed=True)
+        assert isinstance(kernels.attention, attention)
+        assert isinstance(kernels.operations, TritonOperations)
+        assert isinstance(kernels.states, NativeStates)
+        assert kernels.capturable == (attention is ChunksOnly)
+
+    @pytest.mark.parametrize("wanted", [AttentionBackend.REFERENCE, AttentionBackend.FLASHINFER])
+    def test_kernels_that_depend_on_the_batch_are_refused(self, wanted: AttentionBackend) -> None:
+        message = f"attention_backend {wanted} may depend on the batch, .*: choose triton, or auto"
+        with pytest.raises(ConfigError, match=message):
+            choose(wanted, GPU, fixed=True)
 
     @pytest.mark.parametrize(
         ("wanted", "device", "known"),

@@ -570,6 +570,19 @@ def test_the_log_says_why_steps_with_prompts_are_not_captured(
     assert caplog.messages == ([] if reason is None else [f"Steps with prompts are not captured: {reason}"])
 
 
+def test_steps_with_drafts_that_are_read_on_the_host_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """By states with the same bits in every step, next to attention that reads nothing there."""
+    model = cast(ModelConfig, SimpleNamespace(keeps_states=True))
+    states = NativeStates(fixed=True)
+    kernels = Kernels(NativeAttention(), AttentionBackend.TRITON, NativeOperations(), NativeSampler(), states=states)
+    config = EngineConfig(speculative_algorithm=SpeculativeAlgorithm.NGRAM)
+    with caplog.at_level(logging.INFO):
+        assert loading._capture(CpuThread(), config, model, torch.device("cuda"), kernels) is None
+    assert caplog.messages == [
+        "Steps are not captured: layers with a recurrent state read the drafts of a row on the host"
+    ]
+
+
 def test_memory_of_captures_is_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the memory that earlier eager steps, such as a prompt at warm-up, left in the allocator."""
     free, cached = 10_000, 4_000

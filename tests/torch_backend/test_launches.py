@@ -15,6 +15,7 @@ from helpers.small_configs import small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
+from torch_backend.attention.fixed import ChunksOnly
 from torch_backend.attention.triton import TritonAttention
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.operations import TritonOperations
@@ -27,6 +28,7 @@ from torch_backend.step import RowTensors, build_batch
 assert helpers.triton_interpreter
 
 META = torch.device("meta")
+CHIP = Chip(capability=90, processors=132)
 PAGE_SIZE = 16
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}
 
@@ -58,22 +60,31 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         yield launches
 
 
-def launches_of(monkeypatch: pytest.MonkeyPatch, layers: int, layout: StepLayout) -> Counter[str]:
-    """The launches of the captured part of a step, from the page-table deltas to the hidden states."""
+def launches_of(
+    monkeypatch: pytest.MonkeyPatch, layers: int, layout: StepLayout, *, fixed: bool = False
+) -> Counter[str]:
+    """The launches of the captured part of a step, from the page-table deltas to the hidden states. Numbers of a tensor
+    on this device cannot be read on the host. With `fixed`, also those of logits."""
     config = small_config(num_layers=layers, head_dim=64, num_heads=4, num_kv_heads=2)
+    attention = TritonAttention(CHIP)
     model = build_model(
         config,
         dtype=torch.bfloat16,
         device=META,
         operations=TritonOperations(),
-        attention=TritonAttention(Chip(capability=90, processors=132)),
-    )
+        attention=ChunksOnly(attention) if fixed else attention,
+        fixed=fixed,
+    ).to(META)
+    if fixed:
+        model.fix_rows()
     pages = [LayerMemory(KVPages.allocate(9, 2, PAGE_SIZE, 64, torch.bfloat16, META)) for _ in range(layers)]
-    paged = PagedTransformer(model.to(META), pages)
+    paged = PagedTransformer(model, pages)
     rows = RowTensors.zeros(9, 8, META)
     inputs = layout.unpack(torch.empty(layout.size, dtype=torch.int32, device=META))
     with torch.inference_mode(), counted(monkeypatch) as launches:
-        paged.forward(build_batch(inputs, rows, PAGE_SIZE))
+        hidden = paged.forward(build_batch(inputs, rows, PAGE_SIZE))
+        if fixed:
+            paged.logits(hidden)
     return launches
 
 
@@ -99,3 +110,18 @@ def test_the_number_of_launches_of_a_layer(
     }
     # launched once per step: the batch, attention's plans, embeddings, rotary tables, the last norm
     assert sum(two.values()) - 2 * sum(layer.values()) <= (24 if layout.tokens == 0 else 36)
+
+
+@pytest.mark.parametrize("layout", [StepLayout.decode(8, 8), StepLayout.mixed(8, 4, 64, 8)], ids=["decode", "mixed"])
+def test_steps_with_the_same_bits_launch_one_kernel_for_all_products(
+    monkeypatch: pytest.MonkeyPatch, layout: StepLayout
+) -> None:
+    """None of a library's, whose sums depend on the number of rows, and none of attention for decode rows."""
+    monkeypatch.setattr(Chip, "of", lambda device: CHIP)
+    two, three = (launches_of(monkeypatch, layers, layout, fixed=True) for layers in (2, 3))
+    products = {"multiply_tiles": 4, "add_splits": 0}
+    assert three - two == +Counter(
+        {"_add_rms_norm_kernel": 2, "_rotate_and_write_kernel": 1, "_gated_kernel": 1, "extend_blocks": 1, **products}
+    )
+    assert two["multiply_tiles"] == 2 * 4 + 1
+    assert not {"linear", "mm", "addmm", "bmm", "baddbmm", "einsum", "matmul", "decode_splits"}.intersection(two)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import helpers.triton_interpreter
 import numpy as np
 import pytest
@@ -111,7 +113,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(str(make_tiny_checkpoint(tmp_path_factory.mktemp("mamba2"), "mamba2")))
 
 
-def runner_of(checkpoint: Checkpoint, states: StateImplementation, capture: FakeCapture | None) -> TorchRunner:
+def runner_of(
+    checkpoint: Checkpoint,
+    states: StateImplementation,
+    capture: FakeCapture | None,
+    mixed: Sequence[Bucket] = MIXED,
+) -> TorchRunner:
     """A row's only page is its slot."""
     assert checkpoint.reader is not None
     model = build_model(
@@ -135,7 +142,7 @@ def runner_of(checkpoint: Checkpoint, states: StateImplementation, capture: Fake
         device=CPU,
         capture=capture,
         graph_buckets=(1, 3) if capture else (),
-        mixed_buckets=MIXED if capture else (),
+        mixed_buckets=mixed if capture else (),
     )
 
 
@@ -177,6 +184,17 @@ def test_steps_of_a_model_with_states_are_replayed(checkpoint: Checkpoint, expec
     assert outputs_of(runner) == expected
     assert capture.replays == 11
     assert runner.report().compiles_after_warm_up == 0
+    runner.close()
+
+
+def test_decode_steps_that_take_one_token_after_the_other_are_replayed(
+    checkpoint: Checkpoint, expected: list[list[int]]
+) -> None:
+    """States with the same bits in every step. No capture reads a length on the host."""
+    capture = FakeCapture()
+    runner = runner_of(checkpoint, NativeStates(fixed=True), capture, mixed=())
+    assert outputs_of(runner) == expected
+    assert capture.replays == 5
     runner.close()
 
 

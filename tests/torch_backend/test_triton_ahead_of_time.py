@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import helpers.triton_interpreter
@@ -20,6 +21,7 @@ from helpers.triton_ahead_of_time import (
     Figures,
     Table,
     compile_shipped,
+    loops_with_products,
     run_compiling,
     table_rows,
 )
@@ -224,13 +226,14 @@ from helpers.triton_inventory import shipped_kernels
 from torch_backend.kernels.chip import Chip
 
 wanted = ("bfloat16, head_dim 128, group 4, bfloat16 pages of 16", "bfloat16, width 4")
-operations = ("decode_attention", "extend_attention", "convolve")
+operations = ("decode_attention", "extend_attention", "extend_attention of short chunks", "convolve")
 found, figures = {}, ahead._figures
 
 
 def note(kernel):
     found[kernel.metadata.name] = kernel.asm["ptx"]
     found[kernel.metadata.name + " before"] = kernel.asm["ttgir"]
+    found[kernel.metadata.name + " machine code"] = ahead.dump(kernel, "--dump-sass")
     return figures(kernel)
 
 
@@ -245,7 +248,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """PTX of kernels by name, of attention for common sizes and of convolutions; names with `before` have the
-    intermediate form, in which barriers are only the kernel's own."""
+    intermediate form, in which barriers are only the kernel's own; those with `machine code`, cuobjdump's text."""
     program = tmp_path_factory.mktemp("assembly") / "assembly.py"
     program.write_text(ASSEMBLY)
     found: dict[str, str] = json.loads(run_compiling([sys.executable, str(program)]))
@@ -284,6 +287,22 @@ def test_sums_of_earlier_splits_are_read_after_a_barrier(assembly: dict[str, str
     assert reading[0] == "bar"
     behind = reading[len(reading) - reading[::-1].index("ld") :] + accesses("".join(blocks[number + 1 :]))
     assert "bar" in behind[: behind.index("st")]
+
+
+ROUNDING = ("FADD", "FFMA", "FMUL", "MUFU", "F2FP", "HGMMA")
+
+
+def test_a_query_meets_the_same_operations_in_every_form_of_extend_attention(assembly: dict[str, str]) -> None:
+    """Of numbers that are rounded: with a mask and without, in a program for a block and in one for a split. A compiler
+    that fused a product and a sum in only one of these loops would give a query other bits in another chunk."""
+    loops = [
+        Counter(operation for operation in operations if operation.startswith(ROUNDING))
+        for kernel in ("extend_blocks", "extend_splits")
+        for operations in loops_with_products(assembly[f"{kernel} machine code"])
+    ]
+    assert len(loops) == 4
+    assert loops[0]["FFMA"] > 0
+    assert loops[1:] == loops[:1] * 3
 
 
 @pytest.mark.parametrize(("kernel", "stores"), [("convolve_one_token", 3), ("keep_last_inputs", 3)])
