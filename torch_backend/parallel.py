@@ -66,8 +66,8 @@ SINGLE = SingleProcess()
 class DistributedTensorParallel:
     """A process of a `torch.distributed` group: nccl between GPUs, gloo between CPU processes. `group`: for tensors on
     the device; `control`: a gloo group of the same processes, for values of the host; `sums`: adds up small tensors
-    instead of `group`, if available; `in_order`: numbers are added in the order of ranks, whatever the size of a
-    tensor, for which every rank reads all of every other."""
+    instead of `group`, if available; `in_order`: sums are in the order of ranks, whatever the size of a tensor. A
+    library's order depends on the size, and on an element's place."""
 
     def __init__(
         self,
@@ -95,10 +95,11 @@ class DistributedTensorParallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `TensorParallel`. Every rank gets the same bits."""
         if self._in_order:
-            total, *others = self._gather(x)
+            first, *others = self._gather(x)
+            total = first.float()
             for other in others:
-                total += other
-            return total
+                total = total.add_(other)
+            return total.to(x.dtype)
         if self._sums is not None:
             found = self._sums.all_reduce(x)
             if found is not None:
@@ -110,7 +111,7 @@ class DistributedTensorParallel:
         return torch.cat(self._gather(x), dim=-1)
 
     def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Every process's `x`, by rank."""
+        """Every process's `x`, in the order of ranks."""
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self._size)]
         torch.distributed.all_gather(parts, x.contiguous(), group=self._group)
         return parts

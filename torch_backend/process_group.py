@@ -32,8 +32,7 @@ def join(
 ) -> DistributedTensorParallel:
     """Joins the group; blocks until every rank has joined. `meeting_point`: a file that does not exist before the first
     rank joins; `custom_all_reduce`: whether GPUs add up in symmetric memory if they can, instead of with NCCL;
-    `in_order`: ranks add up in their order, because libraries choose the order by the size of a tensor. Raises
-    `ConfigError` if this process is already in a group."""
+    `in_order`: see `DistributedTensorParallel`. Raises `ConfigError` if this process is already in a group."""
     if torch.distributed.is_initialized():
         raise ConfigError(
             "tp_size above 1 needs torch.distributed, which this process already uses: start the engine in "

@@ -48,6 +48,9 @@ _ATTENTION = {
     AttentionBackend.REFERENCE: AttentionImplementation.REFERENCE,
 }
 
+_MOST_DEVICES_IN_ORDER = 2
+"""Devices whose sum is the same in any order."""
+
 _FIXED = {
     AttentionBackend.XLA: AttentionImplementation.XLA_FIXED,
     AttentionBackend.PALLAS: AttentionImplementation.PALLAS_FIXED,
@@ -102,6 +105,11 @@ class JaxBackend:
             TensorParallel.of(each.config, config.tp_size)  # refuses a model that cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
         attention = choose_attention(config, devices[0])
+        if attention.fixed and config.tp_size > _MOST_DEVICES_IN_ORDER:
+            raise ConfigError(
+                f"enable_deterministic_inference needs tp_size {_MOST_DEVICES_IN_ORDER} or less on JAX, got "
+                f"{config.tp_size}: with more devices, the order of their sums depends on a token's place"
+            )
         if attention is AttentionImplementation.PALLAS_FIXED:
             _refuse_on_tpu(models.main.config)
         return cls(config, devices, make_mesh(devices), select_dtype(config.dtype, devices[0]), attention)

@@ -22,8 +22,8 @@ def soak(*values: object) -> object:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("gpt_oss", "float32"),
         ("qwen3_5", "bfloat16"),
+        soak("gpt_oss", "float32"),
         soak("gemma2", "float32"),
         soak("gemma2", "bfloat16"),
         soak("gpt_oss", "bfloat16"),
