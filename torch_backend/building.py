@@ -65,6 +65,8 @@ class TorchBackend:
     ) -> TorchBackend:
         """Chooses dtypes and kernels for the models on a device. Raises `ConfigError` for options that it does not
         support."""
+        if config.enable_deterministic_inference and device.type != "cpu":
+            _refuse_experts(models.main.config)
         dtype = select_dtype(config.dtype, device)
         kv_form = kv_form_of(config, dtype)
         shards = [(each.config, ModelShard.of(each.config, parallel.rank, parallel.size)) for each in models.all]
@@ -185,6 +187,15 @@ class TorchBackend:
     def mixed_shapes(self, sizes: Sizes) -> tuple[tuple[int, int], ...]:
         """See `Backend`. Steps are not padded."""
         return ()
+
+
+def _refuse_experts(model: ModelConfig) -> None:
+    """Raises `ConfigError` for a model with experts, whose products on a GPU are a library's."""
+    if any(layer.num_experts for layer in model.layers):
+        raise ConfigError(
+            "enable_deterministic_inference does not support experts on a GPU: the library that multiplies them may "
+            "round by the batch"
+        )
 
 
 def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:

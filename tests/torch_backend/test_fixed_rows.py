@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from torch_backend.elementwise import evenly
 from torch_backend.layers.row_tiles import TILE_ROWS, RowTiles, sizes_of_tiles
+from torch_backend.parallel import DistributedTensorParallel
 
 CASES = FAMILIES | EXPERTS | HYBRIDS | LATENT
 MOST = 48
@@ -48,6 +49,24 @@ def test_logits_do_not_depend_on_the_step(name: str, numba: bool, dtype: torch.d
     columns = -(-64 // case.page_size)
     model = TorchPagedModel(folder, dtype=dtype, numba=numba, page_size=case.page_size, columns=columns, fixed=True)
     assert differences(model, prompts(), MOST, states=name in HYBRIDS) == 0
+
+
+def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = torch.randn((5, 70, 24), generator=torch.Generator().manual_seed(0)).to(BFLOAT16)
+
+    def all_gather(parts: list[torch.Tensor], x: torch.Tensor, group: object) -> None:
+        """Finds the rows of the other ranks by those of the first."""
+        rows = (ranks[0][:, None] == x).all(-1).int().argmax(0)
+        for part, rank in zip(parts, ranks, strict=True):
+            part.copy_(rank[rows])
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: len(ranks))
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    parallel = DistributedTensorParallel(None, None, in_order=True)
+    whole = parallel.all_reduce(ranks[0])
+    assert torch.equal(whole, torch.cat([parallel.all_reduce(ranks[0][row : row + 7]) for row in range(0, 70, 7)]))
+    assert torch.allclose(whole.double(), ranks.double().sum(0), rtol=2**-8, atol=1e-5)
 
 
 def by_size(x: torch.Tensor) -> torch.Tensor:

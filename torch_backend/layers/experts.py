@@ -14,7 +14,6 @@ from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, E
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.errors import ConfigError
 from torch_backend.elementwise import Apply, directly
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.fixed_rows import FixedRows
@@ -93,12 +92,7 @@ class Experts(Loadable):
         return functional.linear(x, self.router, self.router_bias)
 
     def fix_rows(self, fixed: FixedRows) -> None:
-        """See `Linear.fix_rows`. Raises `ConfigError` on a GPU, whose products of experts are a library's."""
-        if fixed.device.type != "cpu":
-            raise ConfigError(
-                "enable_deterministic_inference does not support experts on a GPU: the library that multiplies them "
-                "may round by the batch"
-            )
+        """See `Linear.fix_rows`."""
         inputs = self.router.shape[1]
         self._route = fixed.in_tiles(self._route_plainly, inputs, torch.float32, (Experts, *self.router.shape))
         gate_up = fixed.in_tiles(self._of_first, inputs, self.dtype, (Experts, *self.gate_up.shape, self.dtype))
