@@ -1,9 +1,9 @@
 """Whether a request's results depend on what else runs: the embedded model on a CPU, with and without
 `--enable-deterministic-inference`.
 
-    python benchmarks/same_results.py [--json FILE] [--backend torch jax] [--dtype float32 bfloat16] [--prompts 12]
+    python benchmarks/same_results.py [--json FILE] [--backend torch jax] [--dtype float32 bfloat16] [--prompts 8]
 
-Each prompt is completed with 24 greedy tokens in an empty cache, one prompt after the other: the results that others
+Each prompt is completed with 16 greedy tokens in an empty cache, one prompt after the other: the results that others
 are compared with. Then all at once; again, with the prompts cached; in chunks of 16 tokens; all at once with a
 retraction every third step; and with guessed tokens. A cell has the number of prompts whose text is the same, and of
 those whose logprobs are the same bits.
@@ -21,7 +21,7 @@ from machine import report
 
 from sglang_jax import Engine, SamplingParams
 
-TOKENS = 24
+TOKENS = 16
 WORDS = [
     "the",
     "of",
@@ -59,7 +59,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 
 def prompts(count: int) -> list[str]:
     chosen = random.Random(0)
-    return [" ".join(chosen.choices(WORDS, k=chosen.randint(5, 300))) for _ in range(count)]
+    return [" ".join(chosen.choices(WORDS, k=chosen.randint(5, 150))) for _ in range(count)]
 
 
 def complete(engine: Engine, texts: Sequence[str], *, at_once: bool) -> list[Result]:
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--backend", nargs="+", default=["torch", "jax"])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--deterministic", nargs="+", choices=["no", "yes"], default=["no", "yes"])
-    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=8)
     arguments = parser.parse_args()
     texts, rows = prompts(arguments.prompts), []
     for backend in arguments.backend:
