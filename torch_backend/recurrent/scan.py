@@ -84,6 +84,8 @@ def scan(inputs: ScanInputs, states: torch.Tensor, rows: StateRows) -> tuple[tor
 def scan_tokens(inputs: ScanInputs, states: torch.Tensor, rows: StateRows) -> tuple[torch.Tensor, torch.Tensor]:
     """`scan` one token after the other, for all sequences at once, with sums in one order: a token's result depends on
     no other token's place. Takes time in proportion to the longest chunk."""
+    if rows.decode_only:
+        return _one_token(inputs.part(0, len(states)), states, _times_in_order)
     outputs = torch.empty_like(inputs.values)
     starts = torch.tensor(rows.starts, device=states.device)
     lengths = starts.diff()
