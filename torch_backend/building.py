@@ -133,10 +133,10 @@ class TorchBackend:
         def load() -> None:
             layout = load_weights(model, reader, config, quantization=quantization)
             with torch.inference_mode():
-                if layout is not None:
-                    layout.measure()
                 if model.fixed:
-                    model.fix_rows()
+                    model.fix_rows(layout)
+                elif layout is not None:
+                    layout.measure()
 
         in_8_bits = matrices_in_8_bits(model, config)
         return UnloadedModel(config, model.shard, kv_form, model, weight_bytes(model), load, in_8_bits)

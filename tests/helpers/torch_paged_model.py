@@ -87,9 +87,9 @@ class TorchPagedModel:
             kinds |= {"block_matrices": block_matrices, "fixed": fixed}
             self.model = build_model(config, parallel=parallel, **kinds)
         if load and not traced:
-            load_weights(self.model, checkpoint.reader, config, quantization=quantization)
+            layout = load_weights(self.model, checkpoint.reader, config, quantization=quantization)
             if fixed:
-                self.model.fix_rows()
+                self.model.fix_rows(layout)
         self.keeps_states = config.keeps_states
         self.kv: list[LayerMemory] = []
         for layer in config.layers:

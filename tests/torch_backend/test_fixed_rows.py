@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from helpers.family_cases import EXPERTS, FAMILIES, HYBRIDS, LATENT, prompts
 from helpers.fixed_rows import differences
 from helpers.tiny_models import make_tiny_checkpoint
+from helpers.torch_attention_steps import Case, make_step
 from helpers.torch_paged_model import TorchPagedModel
 from torch.nn import functional
 
+from torch_backend.attention.fixed import BlockAttention
 from torch_backend.elementwise import evenly
 from torch_backend.layers.row_tiles import TILE_ROWS, RowTiles, sizes_of_tiles
 from torch_backend.parallel import DistributedTensorParallel
@@ -49,6 +52,26 @@ def test_logits_do_not_depend_on_the_step(name: str, numba: bool, dtype: torch.d
     columns = -(-64 // case.page_size)
     model = TorchPagedModel(folder, dtype=dtype, numba=numba, page_size=case.page_size, columns=columns, fixed=True)
     assert differences(model, prompts(), MOST, states=name in HYBRIDS) == 0
+
+
+@pytest.mark.parametrize("head_dim", [10, 64])
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_does_not_depend_on_where_a_chunk_begins(head_dim: int, window: int | None) -> None:
+    """MKL rounds products of 10 columns by the place of a row."""
+    case = Case(kv_lens=(150,), query_lens=(40,), num_decode=0, kv_heads=1, group=3, head_dim=head_dim, window=window)
+    step, attention = make_step(case), BlockAttention()
+    whole = attention.prepare(step.batch)(step.queries, step.kv, step.options)
+    assert torch.allclose(whole.double(), torch.from_numpy(step.expected), atol=1e-5)
+    for first, last in ((39, 40), (3, 23), (17, 22), (6, 40)):
+        batch = replace(
+            step.batch,
+            tokens=step.batch.tokens[first:last],
+            positions=step.batch.positions[first:last],
+            kv_lens=step.batch.kv_lens - 40 + last,
+            query_starts=torch.tensor([0, last - first], dtype=torch.int32),
+        )
+        found = attention.prepare(batch)(step.queries[first:last], step.kv, step.options)
+        assert torch.equal(found, whole[first:last])
 
 
 def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from torch_backend.recurrent.triton import TritonStates
 assert helpers.triton_interpreter  # imported for its side effects
 
 STEP = drafted_step()
-IMPLEMENTATIONS = pytest.mark.parametrize("states", [NativeStates(), TritonStates()], ids=["torch", "triton"])
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "states", [NativeStates(), NativeStates(fixed=True), TritonStates()], ids=["torch", "fixed", "triton"]
+)
 
 
 def rows_of(begin: list[int], own: list[int], drafts: list[int] | None, padding: int = 0) -> StateRows:

@@ -21,7 +21,8 @@ _KEYS = 128
 """Keys of a block, or a page if that has more."""
 
 _QUERIES = 8
-"""Queries of an item: neighbouring tokens of a sequence."""
+"""Queries of an item: neighbouring tokens of a sequence, from a multiple of this number on. So a query's place in its
+item depends on its position only: products of few columns are rounded by the place of a row."""
 
 _ITEMS = 8
 """Items that are computed at once."""
@@ -76,12 +77,14 @@ class BlockAttention:
 @dataclass(frozen=True, slots=True)
 class _Items:
     """Some items of one step: their `sequences`, int64 `[n]`; `tokens`, the index of each query in the step, int64 `[n,
-    queries]`, repeated after the last; `positions` of the same in their sequences, or -1; `keys`: the number of keys
-    that each item sees, int64 `[n]`, and the `longest` of these."""
+    queries]`, repeated in places without a query; `positions` of the same in their sequences, or -1; `firsts`: each
+    item's first position, int64 `[n]`; `keys`: the number of keys that each item sees, int64 `[n]`, and the `longest`
+    of these."""
 
     sequences: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
+    firsts: torch.Tensor
     keys: torch.Tensor
     longest: int
 
@@ -128,7 +131,7 @@ class BlockStep:
             stored = places < items.keys[:, None]
             if options.window is not None:
                 visible &= items.positions[..., None] - places < options.window
-                oldest = items.positions[:, :1] - places < options.window
+                oldest = items.firsts[:, None] - places < options.window
                 stored &= oldest
             # Slots that hold no key may be NaN, and NaN times a weight of 0 is NaN.
             keys, values = (part.where(stored[:, None, :, None], 0.0).flatten(0, 1) for part in (keys, values))
@@ -180,9 +183,11 @@ def _items_of(batch: ForwardBatch) -> Iterator[_Items]:
     for sequence, (start, end) in enumerate(pairwise(starts)):
         if lens[sequence] == 0:
             continue
-        for token in range(start, end, _QUERIES):
-            last = min(token + _QUERIES, end)
-            found.append((lens[sequence] - end + last, sequence, token, last - token))
+        token, offset = start, lens[sequence] - end  # of positions from places in the step
+        while token < end:
+            last = min(token + _QUERIES - (token + offset) % _QUERIES, end)
+            found.append((last + offset, sequence, token, last - token))
+            token = last
     found.sort(reverse=True)
     for first in range(0, len(found), _ITEMS):
         yield _together(found[first : first + _ITEMS], batch.tokens.device)
@@ -192,14 +197,15 @@ def _together(items: list[tuple[int, int, int, int]], device: torch.device) -> _
     """Items of (keys seen, sequence, first token, number of tokens), filled up with items that see nothing."""
     filled = items + [(0, items[0][1], items[0][2], 0)] * (_ITEMS - len(items))
     keys, sequences, tokens, counts = torch.tensor(filled, device=device).unbind(1)
-    offsets = torch.arange(_QUERIES, device=device)
-    inside = offsets < counts[:, None]
+    firsts = keys - counts
+    offsets = torch.arange(_QUERIES, device=device) - firsts[:, None] % _QUERIES
+    inside = (offsets >= 0) & (offsets < counts[:, None])
     last = (counts - 1).clamp(min=0)[:, None]
-    positions = (keys - counts)[:, None] + offsets
     return _Items(
         sequences,
-        tokens[:, None] + torch.minimum(offsets, last),
-        positions.where(inside, -1),
+        tokens[:, None] + torch.minimum(offsets.clamp(min=0), last),
+        (firsts[:, None] + offsets).where(inside, -1),
+        firsts,
         keys,
         items[0][0],
     )

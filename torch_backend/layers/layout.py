@@ -65,6 +65,11 @@ class PackedLayout:
                 ", ".join(f"{form.outputs}x{form.inputs} {limit}" for form, limit in set_limits(self.products).items()),
             )
 
+    def use_blocks(self, rows: int) -> None:
+        """Uses blocks for at most `rows` rows, without measuring: then results do not depend on a clock."""
+        for product in self.products:
+            product.limit = rows
+
     def _by_size(self, matrix: TwoFormMatrix, small_batch: Product, large_batch: Product, *, gated: bool) -> Product:
         outputs, inputs = matrix.weight.shape
         form = MatrixShape(outputs, inputs, matrix.encoding.bits, gated)

@@ -21,12 +21,13 @@ from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.experts import Experts, SharedExpert
 from torch_backend.layers.fixed_rows import FixedRows
-from torch_backend.layers.layout import Layout
+from torch_backend.layers.layout import Layout, PackedLayout
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix import PlainMatrix
 from torch_backend.layers.norm import Norm
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
+from torch_backend.layers.row_tiles import TILE_ROWS
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models.decoder_layer import DecoderLayer
 from torch_backend.operations import Operations
@@ -178,9 +179,11 @@ class Transformer(nn.Module):
                 freed.add(sum(each.nbytes for each in module.matrix.parameters()))
         freed.give_back()
 
-    def fix_rows(self) -> None:
-        """Makes a token's results independent of the other tokens of a step, for matrices as they are now: see
-        `layers.fixed_rows`."""
+    def fix_rows(self, layout: PackedLayout | None) -> None:
+        """Makes a token's results independent of the other tokens of a step, for matrices as they are now, in `layout`
+        if they are packed: see `layers.fixed_rows`."""
+        if layout is not None:
+            layout.use_blocks(TILE_ROWS[0])
         fixed = FixedRows(self.device)
         for module in self.modules():
             if isinstance(module, Linear | Experts | SharedExpert):
