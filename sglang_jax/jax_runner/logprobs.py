@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.sampling.params import MAX_TOP_LOGPROBS
 
 PROMPT_BLOCK = 64
@@ -34,10 +36,12 @@ class Logprobs:
         )
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:
+def token_logprobs(
+    logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, tile_rows: int | None = None
+) -> Logprobs:
     """Log-softmax of `logits` float32 `[n, vocab]` at `tokens` int32 `[n]`, and at the `MAX_TOP_LOGPROBS` most likely
-    tokens if the int32 scalar `alternatives` is positive (zeros otherwise)."""
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    tokens if the int32 scalar `alternatives` is positive (zeros otherwise). `tile_rows`: see `in_tiles`."""
+    normaliser = in_tiles(partial(jax.nn.logsumexp, axis=-1), logits, tile_rows)
     chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
     empty = Logprobs.empty(*logits.shape)
 

@@ -86,7 +86,7 @@ def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
     def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
         return merge(weights).logits(hidden)
 
-    return ModelFunctions(forward, logits), weights
+    return ModelFunctions(forward, logits, model.attention.tile_rows), weights
 
 
 def parameters(model: Transformer) -> list[Parameter]:

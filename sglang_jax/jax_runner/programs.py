@@ -313,7 +313,7 @@ class Programs:
     def _build_sample(self, rows: int) -> Executable:
         layout = self.sample_layouts[rows]
         sample = jax.jit(
-            make_sample(layout, self._mesh, self._max_drafts),
+            make_sample(layout, self._mesh, self._max_drafts, self._model.tile_rows),
             donate_argnums=0,
             out_shardings=(SampledState.of(self._placement), self._replicated()),
         )

@@ -62,8 +62,11 @@ class LogitsReader(Protocol):
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs: ...
 
 
-def reader_over(mesh: Mesh | None) -> LogitsReader:
-    return WholeLogits() if mesh is None or mesh.shape[_AXIS] == 1 else ShardedLogits(mesh)
+def reader_over(mesh: Mesh | None, tile_rows: int | None = None) -> LogitsReader:
+    """`tile_rows`: of logprobs, see `in_tiles`."""
+    if mesh is None or mesh.shape[_AXIS] == 1:
+        return WholeLogits(tile_rows)
+    return ShardedLogits(mesh, tile_rows)
 
 
 def logits_sharding(mesh: Mesh) -> NamedSharding:
@@ -72,6 +75,9 @@ def logits_sharding(mesh: Mesh) -> NamedSharding:
 
 
 class WholeLogits:
+    def __init__(self, tile_rows: int | None = None) -> None:
+        self._tile_rows = tile_rows
+
     def sample(
         self,
         logits: jax.Array,
@@ -85,15 +91,15 @@ class WholeLogits:
         return sample(logits[:, : state.vocab_size], state, rows, kv_lens, active, masked)
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
-        return token_logprobs(logits[:, :vocab_size], tokens, alternatives)
+        return token_logprobs(logits[:, :vocab_size], tokens, alternatives, self._tile_rows)
 
 
 class ShardedLogits:
     """The reader on several devices with equal shares of the columns. Other arguments and all results are
     replicated."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, tile_rows: int | None = None) -> None:
+        self._mesh, self._tile_rows = mesh, tile_rows
         self._devices = mesh.shape[_AXIS]
 
     def sample(
@@ -138,7 +144,7 @@ class ShardedLogits:
         def run(columns: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:
             lines = _Lines(columns.shape[0], self._devices)
             whole = lines.exchange(columns)[:, :vocab_size]
-            return lines.gather(token_logprobs(whole, lines.mine(tokens), alternatives))
+            return lines.gather(token_logprobs(whole, lines.mine(tokens), alternatives, self._tile_rows))
 
         return self._on_each(run, 2)(logits, tokens, alternatives)
 

@@ -35,10 +35,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class ModelFunctions:
     """A model as functions `forward(weights, batch, kv) -> (hidden [T, hidden], kv)` and `logits(weights, hidden [m,
-    hidden]) -> float32 [m, columns]`, whose columns past the vocabulary are padding."""
+    hidden]) -> float32 [m, columns]`, whose columns past the vocabulary are padding. `tile_rows`: rows of logprobs, see
+    `in_tiles`."""
 
     forward: Callable[[Weights, ForwardBatch, KVCaches], tuple[jax.Array, KVCaches]]
     logits: Callable[[Weights, jax.Array], jax.Array]
+    tile_rows: int | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -234,7 +236,7 @@ def make_step(
     from there anyway.
     """
     bucket = layout.bucket
-    reader = reader_over(mesh)
+    reader = reader_over(mesh, model.tile_rows)
     replicate = on_every_device(mesh)
 
     def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, DeviceOutputs]:
@@ -278,12 +280,12 @@ def _computed_with(drafted: DraftedTokens | None, inputs: StepInputs, bucket: Bu
 
 
 def make_sample(
-    layout: SampleLayout, mesh: Mesh | None = None, max_drafts: int = 0
+    layout: SampleLayout, mesh: Mesh | None = None, max_drafts: int = 0, tile_rows: int | None = None
 ) -> Callable[[SampledState, jax.Array, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
     """The second part of a step with masks, as a function of (state, logits `[R, columns]`, the first part's tokens
     `[R]`, which show the logits that are not finite, packed plan and masks); donate the state. Returns tokens and
-    logprobs as in `DeviceOutputs`."""
-    reader = reader_over(mesh)
+    logprobs as in `DeviceOutputs`. `tile_rows`: see `ModelFunctions`."""
+    reader = reader_over(mesh, tile_rows)
     replicate = on_every_device(mesh)
 
     def sample(

@@ -52,3 +52,16 @@ def test_prompt_positions_in_several_blocks(positions: list[int]) -> None:
     assert np.asarray(found.top_ids)[positions].tolist() == order.tolist()
     # Blocks without a target are not computed.
     assert blocks == [64] * len({position // 64 for position in positions})
+
+
+def test_logprobs_in_tiles_do_not_depend_on_the_number_of_rows() -> None:
+    """Without tiles, sums of 4 or 8 rows differ from those of 64."""
+    logits = jnp.asarray(3 * np.random.default_rng(0).standard_normal((64, 384)).astype(np.float32))
+
+    @jax.jit
+    def logprobs(logits: jax.Array) -> jax.Array:
+        return token_logprobs(logits, jnp.zeros(len(logits), jnp.int32), jnp.int32(0), tile_rows=16).logprobs
+
+    whole = logprobs(logits)
+    for rows in (4, 8):
+        np.testing.assert_array_equal(logprobs(logits[:rows]), whole[:rows])
