@@ -76,7 +76,7 @@ def launches_of(
         fixed=fixed,
     ).to(META)
     if fixed:
-        model.fix_rows()
+        model.fix_rows(None)
     pages = [LayerMemory(KVPages.allocate(9, 2, PAGE_SIZE, 64, torch.bfloat16, META)) for _ in range(layers)]
     paged = PagedTransformer(model, pages)
     rows = RowTensors.zeros(9, 8, META)
