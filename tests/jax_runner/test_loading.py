@@ -153,6 +153,15 @@ def test_a_tpu_that_the_kernels_do_not_know_is_refused_at_the_start(folder: Path
     assert choose_attention(by_xla, TpuDevice("TPU v99")) is AttentionImplementation.XLA
 
 
+def test_the_same_results_in_every_step_need_attention_that_gives_them(folder: Path) -> None:
+    same = {"enable_deterministic_inference": True}
+    tpu, cpu = TpuDevice("TPU v6 lite"), TpuDevice("cpu", "cpu")
+    assert choose_attention(options(folder, **same), tpu) is AttentionImplementation.PALLAS_FIXED
+    assert choose_attention(options(folder, **same), cpu) is AttentionImplementation.XLA_FIXED
+    with pytest.raises(ConfigError, match=r"attention_backend reference may depend on the batch.*choose auto"):
+        choose_attention(options(folder, **same, attention_backend=AttentionBackend.REFERENCE), cpu)
+
+
 def test_closing_frees_the_device(folder: Path) -> None:
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
