@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from sglang_jax.architectures.model_config import ModelConfig, cache_groups
+from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
@@ -110,8 +110,6 @@ class JaxBackend:
                 f"enable_deterministic_inference needs tp_size {_MOST_DEVICES_IN_ORDER} or less on JAX, got "
                 f"{config.tp_size}: with more devices, the order of their sums depends on a token's place"
             )
-        if attention is AttentionImplementation.PALLAS_FIXED:
-            _refuse_on_tpu(models.main.config)
         return cls(config, devices, make_mesh(devices), select_dtype(config.dtype, devices[0]), attention)
 
     @property
@@ -209,17 +207,6 @@ def _block_products(
     return products if keeps_blocks(needed, room) else no_blocks
 
 
-def _refuse_on_tpu(model: ModelConfig) -> None:
-    """Raises `ConfigError` for layers whose kernels for TPUs may depend on the batch."""
-    windows = any(attention.window is not None for attention in model.attention)
-    if windows or model.keeps_states:
-        what = "sliding windows" if windows else "recurrent states"
-        raise ConfigError(
-            f"enable_deterministic_inference does not support layers with {what} on TPUs yet: their kernels begin "
-            "where a chunk begins"
-        )
-
-
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
     """The attention implementation of the options; `auto` is the Pallas kernels on a TPU, and XLA's operations
     elsewhere. With `debug_memory`, kernels check addresses. Raises `ConfigError` for an implementation that this
@@ -237,16 +224,15 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
         raise ConfigError(f"attention_backend pallas needs a TPU, the device is a {device.platform}: choose auto")
     if backend is AttentionBackend.PALLAS:
         chip_of(device.device_kind)
-    if config.enable_deterministic_inference:
-        if backend not in _FIXED:
-            raise ConfigError(
-                f"attention_backend {backend.value} may depend on the batch, which enable_deterministic_inference "
-                "excludes: choose auto"
-            )
-        return _FIXED[backend]
+    fixed = config.enable_deterministic_inference
+    if fixed and backend not in _FIXED:
+        raise ConfigError(
+            f"attention_backend {backend.value} may depend on the batch, which enable_deterministic_inference "
+            "excludes: choose auto"
+        )
     if backend is AttentionBackend.PALLAS and config.debug_memory:
-        return AttentionImplementation.PALLAS_CHECKED
-    return _ATTENTION[backend]
+        return AttentionImplementation.PALLAS_FIXED_CHECKED if fixed else AttentionImplementation.PALLAS_CHECKED
+    return (_FIXED if fixed else _ATTENTION)[backend]
 
 
 def kv_dtype_of(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
