@@ -25,6 +25,7 @@ from sglang_jax.jax_runner.building import (
     kv_dtype_of,
     memory_of_one_device,
     mixed_shapes,
+    refuse_sums_over_devices,
     state_dtypes_of,
 )
 from sglang_jax.jax_runner.builds import Executable
@@ -36,6 +37,7 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
 from sglang_jax.runner.assembly import runner_spec
+from sglang_jax.runner.determinism import refuse_with_determinism
 from sglang_jax.runner.sizing import (
     choose_sizes,
     describe_pools,
@@ -130,6 +132,8 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
             "speculative_algorithm draft: tpu.check does not support draft models yet; check each of the two models "
             "separately"
         )
+    refuse_with_determinism(options, request.model)
+    refuse_sums_over_devices(options)
     refuse_with_states(options, request.model)
     refuse_with_latents(options, request.model)
     parallel = TensorParallel.of(request.model, options.tp_size)

@@ -104,16 +104,8 @@ class JaxBackend:
         for each in models.all:
             TensorParallel.of(each.config, config.tp_size)  # refuses a model that cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
-        if config.deterministic is Deterministic.TP:
-            raise ConfigError(
-                "deterministic tp needs the torch backend: choose --backend torch, or deterministic batch"
-            )
+        refuse_sums_over_devices(config)
         attention = choose_attention(config, devices[0])
-        if attention.fixed and config.tp_size > _MOST_DEVICES_IN_ORDER:
-            raise ConfigError(
-                f"enable_deterministic_inference needs tp_size {_MOST_DEVICES_IN_ORDER} or less on JAX, got "
-                f"{config.tp_size}: with more devices, the order of their sums depends on a token's place"
-            )
         return cls(config, devices, make_mesh(devices), select_dtype(config.dtype, devices[0]), attention)
 
     @property
@@ -209,6 +201,17 @@ def _block_products(
     needed = sum(size for in_blocks, size in sizes if in_blocks)
     room = available_memory(device) - sum(size for in_blocks, size in sizes if not in_blocks)
     return products if keeps_blocks(needed, room) else no_blocks
+
+
+def refuse_sums_over_devices(config: EngineConfig) -> None:
+    """Raises `ConfigError` for results that must not depend on the order of sums over devices, if they would."""
+    if config.deterministic is Deterministic.TP:
+        raise ConfigError("deterministic tp needs the torch backend: choose --backend torch, or deterministic batch")
+    if config.batch_invariant and config.tp_size > _MOST_DEVICES_IN_ORDER:
+        raise ConfigError(
+            f"enable_deterministic_inference needs tp_size {_MOST_DEVICES_IN_ORDER} or less on JAX, got "
+            f"{config.tp_size}: with more devices, the order of their sums depends on a token's place"
+        )
 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import create_runner
-from sglang_jax.jax_runner.building import choose_attention
+from sglang_jax.jax_runner.building import choose_attention, refuse_sums_over_devices
 from sglang_jax.jax_runner.loading import load_rank
 from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
 from sglang_jax.jax_runner.weights import load_weights
@@ -174,6 +175,19 @@ def test_the_same_results_in_every_step_need_attention_that_gives_them(
     else:
         with pytest.raises(ConfigError, match=expected):
             choose_attention(config, device)
+
+
+def test_sums_over_devices_that_depend_on_the_step_are_refused(folder: Path) -> None:
+    same = {"enable_deterministic_inference": True}
+    for options_of, message in (
+        ({"tp_size": 2} | same, None),
+        ({"tp_size": 8}, None),
+        ({"tp_size": 3} | same, "enable_deterministic_inference needs tp_size 2 or less on JAX, got 3"),
+        ({"tp_size": 4, "deterministic": "batch"}, "needs tp_size 2 or less on JAX, got 4"),
+        ({"deterministic": "tp"}, "deterministic tp needs the torch backend: choose"),
+    ):
+        with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+            refuse_sums_over_devices(options(folder, **options_of))
 
 
 def test_closing_frees_the_device(folder: Path) -> None:
