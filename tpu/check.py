@@ -112,6 +112,9 @@ DOES_NOT_FIT = 1
     "speculative_num_draft_tokens", type=click.IntRange(min=1), help="maximum drafts per request and step"
 )
 @click.option(
+    "--enable-deterministic-inference", is_flag=True, help="compile for results that do not depend on the step"
+)
+@click.option(
     "--all", "everything", is_flag=True, help="compile every program, not only the largest and smallest steps"
 )
 @click.option(

@@ -37,6 +37,7 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
 from sglang_jax.runner.assembly import runner_spec
+from sglang_jax.runner.determinism import refuse_with_determinism
 from sglang_jax.runner.sizing import (
     choose_sizes,
     describe_pools,
@@ -131,6 +132,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
             "speculative_algorithm draft: tpu.check does not support draft models yet; check each of the two models "
             "separately"
         )
+    refuse_with_determinism(options, request.model)
     refuse_with_states(options, request.model)
     refuse_with_latents(options, request.model)
     num_shards = shards_on_jax(options, [request.model])

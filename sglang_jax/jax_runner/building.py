@@ -109,8 +109,6 @@ class JaxBackend:
             TensorParallel.of(each, config.tp_size, num_shards)  # refuses what cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
         attention = choose_attention(config, devices[0])
-        if attention is AttentionImplementation.PALLAS_FIXED:
-            _refuse_on_tpu(models.main.config)
         dtype = select_dtype(config.dtype, devices[0])
         return cls(config, devices, make_mesh(devices), dtype, attention, num_shards)
 
@@ -230,17 +228,6 @@ def shards_on_jax(config: EngineConfig, models: Sequence[ModelConfig]) -> int | 
     return found
 
 
-def _refuse_on_tpu(model: ModelConfig) -> None:
-    """Raises `ConfigError` for layers whose kernels for TPUs may depend on the batch."""
-    windows = any(attention.window is not None for attention in model.attention)
-    if windows or model.keeps_states:
-        what = "sliding windows" if windows else "recurrent states"
-        raise ConfigError(
-            f"enable_deterministic_inference does not support layers with {what} on TPUs yet: their kernels begin "
-            "where a chunk begins"
-        )
-
-
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
     """The attention implementation of the options; `auto` is the Pallas kernels on a TPU, and XLA's operations
     elsewhere. With `debug_memory`, kernels check addresses. Raises `ConfigError` for an implementation that this
@@ -258,16 +245,15 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
         raise ConfigError(f"attention_backend pallas needs a TPU, the device is a {device.platform}: choose auto")
     if backend is AttentionBackend.PALLAS:
         chip_of(device.device_kind)
-    if config.batch_invariant:
-        if backend not in _FIXED:
-            raise ConfigError(
-                f"attention_backend {backend.value} may depend on the batch, which enable_deterministic_inference "
-                "excludes: choose auto"
-            )
-        return _FIXED[backend]
+    fixed = config.batch_invariant
+    if fixed and backend not in _FIXED:
+        raise ConfigError(
+            f"attention_backend {backend.value} may depend on the batch, which enable_deterministic_inference "
+            "excludes: choose auto"
+        )
     if backend is AttentionBackend.PALLAS and config.debug_memory:
-        return AttentionImplementation.PALLAS_CHECKED
-    return _ATTENTION[backend]
+        return AttentionImplementation.PALLAS_FIXED_CHECKED if fixed else AttentionImplementation.PALLAS_CHECKED
+    return (_FIXED if fixed else _ATTENTION)[backend]
 
 
 def kv_dtype_of(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:

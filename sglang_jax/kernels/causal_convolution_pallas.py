@@ -52,18 +52,24 @@ def convolve_in_place(
     rows: StateRows,
     *,
     checked: bool = False,
+    fixed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`causal_convolution.convolve` with a tiled `pool` `[slots, width - 1, parts, 128]`. Returns float32 `[T,
-    channels]`, zeros for padding, and the pool after the step. `checked`: compile address checks in."""
+    channels]`, zeros for padding, and the pool after the step. `checked`: compile address checks in. `fixed`: compute
+    decode rows as chunks, so that all tokens are computed by the same instructions."""
     tokens, channels = x.shape
     parts = pool.shape[2]
     taps = [weight.T] if bias is None else [weight.T, bias[None]]
     taps = _in_parts(jnp.concatenate([part.astype(_FLOAT32) for part in taps]), parts)
     inputs = _by_tiles(x.astype(_FLOAT32), parts)
-    found, pool = _decode_rows(inputs, taps, pool, rows, checked)
+    used = rows.num_decode if rows.decode_only else rows.query_starts[-1]
+    if fixed:
+        rows = rows.as_chunks()
+        found = jnp.zeros((inputs.shape[0] * TILE, parts, LANES), _FLOAT32)
+    else:
+        found, pool = _decode_rows(inputs, taps, pool, rows, checked)
     if not rows.decode_only:
         found, pool = _chunks(inputs, taps, found, pool, rows, checked)
-    used = rows.num_decode if rows.decode_only else rows.query_starts[-1]
     found = jnp.where(jnp.arange(tokens)[:, None, None] < used, found[:tokens], 0.0)
     return found.reshape(tokens, -1)[:, :channels], pool
 

@@ -55,19 +55,45 @@ class StateRows:
         """The drafts with this number (from 1) of all rows, as a separate decode step."""
         assert self.drafts is not None
         wanted = self.drafts == number
-        ends = jnp.cumsum(wanted)
-        places = jnp.searchsorted(ends, 1 + jnp.arange(len(ends)), method="compare_all")
-        real = places < len(ends)
-        places = jnp.where(real, places, 0)
-        step = replace(
-            self,
-            begin=jnp.where(real, self.own[places - 1], 0),
+        places, numbers, count = _first_places(wanted)
+        return DraftStep(self._decode_step(places, self.own[places - 1], count), places, wanted, numbers)
+
+    def as_chunks(self) -> StateRows:
+        """The same step with its decode rows as chunks of one token, and without drafts."""
+        used = self.num_decode if self.decode_only else self.query_starts[-1]
+        none, starts = jnp.zeros_like(self.num_decode), jnp.minimum(self.query_starts, used)
+        return replace(self.without_drafts(), query_starts=starts, num_decode=none, decode_only=False)
+
+    def of_token(self, number: jax.Array) -> tuple[StateRows, jax.Array]:
+        """The tokens with this number (from 0) of all sequences, as a separate decode step, and their places in this
+        step, int32 `[R]`, undefined for padding. Earlier tokens must have been computed."""
+        starts, ends = self.query_starts[:-1], self.query_starts[1:]
+        places, _, count = _first_places(starts + number < ends)
+        step = self._decode_step(places, jnp.where(number == 0, self.begin, self.own)[places], count)
+        return replace(step, fresh=step.fresh | (self.fresh[places] & (number == 0))), starts[places] + number
+
+    def _decode_step(self, places: jax.Array, begin: jax.Array, count: jax.Array) -> StateRows:
+        """A decode step of the sequences `places[:count]`, from the states in the slots `begin`. Both int32 `[R]`."""
+        rows = jnp.arange(len(places))
+        real = rows < count
+        return StateRows(
+            begin=jnp.where(real, begin, 0),
             fresh=~real,
             own=jnp.where(real, self.own[places], 0),
-            num_decode=ends[-1].astype(jnp.int32),
-            drafts=None,
+            sequences=rows,
+            offsets=jnp.zeros_like(rows),
+            query_starts=jnp.minimum(jnp.arange(len(places) + 1), count),
+            num_decode=count,
+            decode_only=True,
         )
-        return DraftStep(step, places, wanted, ends - 1)
+
+
+def _first_places(wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The places of true values in bool `[R]`, in order and 0 after them, int32 `[R]`; the number of true values before
+    each; and their count."""
+    ends = jnp.cumsum(wanted)
+    places = jnp.searchsorted(ends, 1 + jnp.arange(len(ends)), method="compare_all")
+    return jnp.where(places < len(ends), places, 0), ends - 1, ends[-1].astype(jnp.int32)
 
 
 class DraftStep(NamedTuple):

@@ -28,6 +28,8 @@ def scan_states(
     step. `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16; a bfloat16 state is rounded once a step."""
     if implementation.for_tpu:
         kernel = partial(scan_in_place, checked=implementation.checked)
+        if implementation.fixed:
+            kernel = partial(_token_by_token, kernel)
         return _draft_by_draft(kernel, inputs, pool, rows)
     first = rows.without_drafts()
     compute = scan_tokens if implementation.fixed else scan
@@ -50,15 +52,44 @@ def convolve_states(
     after the step. `pool` `[slots, width - 1, channels]`, or tiled for the Pallas kernels (see
     `causal_convolution`)."""
     if implementation.for_tpu:
-        kernel = partial(_convolve_in_place, weight, bias, implementation.checked)
+        kernel = partial(_convolve_in_place, weight, bias, implementation)
         return _draft_by_draft(kernel, x, pool, rows)
     return convolve_with_pool(x, weight, bias, pool, rows, implementation.tile_rows)
 
 
 def _convolve_in_place(
-    weight: jax.Array, bias: jax.Array | None, checked: bool, x: jax.Array, pool: jax.Array, rows: StateRows
+    weight: jax.Array,
+    bias: jax.Array | None,
+    implementation: AttentionImplementation,
+    x: jax.Array,
+    pool: jax.Array,
+    rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    return convolve_in_place(x, weight, bias, pool, rows, checked=checked)
+    return convolve_in_place(x, weight, bias, pool, rows, checked=implementation.checked, fixed=implementation.fixed)
+
+
+def _token_by_token(
+    kernel: Callable[[ScanInputs, jax.Array, StateRows], tuple[jax.Array, jax.Array]],
+    inputs: ScanInputs,
+    pool: jax.Array,
+    rows: StateRows,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a `kernel` for the first tokens of all sequences, then for the second tokens, and so on, each as a decode
+    row: a token's result does not depend on the chunk that it is in. Reads and writes a sequence's state for each of
+    its tokens."""
+
+    chunks, tokens = rows.as_chunks(), len(inputs.values)
+
+    def next_tokens(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        outputs, pool = carry
+        step, places = chunks.of_token(number)
+        found, pool = kernel(jax.tree.map(lambda x: x.at[places].get(mode="clip"), inputs), pool, step)
+        # Results of padding are written past the end.
+        places = jnp.where(jnp.arange(len(places)) < step.num_decode, places, tokens)
+        return outputs.at[places].set(found, mode="drop"), pool
+
+    longest = jnp.max(jnp.diff(chunks.query_starts))
+    return lax.fori_loop(0, longest, next_tokens, (jnp.zeros_like(inputs.values), pool))
 
 
 def _draft_by_draft(

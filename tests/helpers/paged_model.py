@@ -43,7 +43,8 @@ def slots_of_rows(rows: int) -> np.ndarray:
 
 class PagedModel:
     """A loaded checkpoint and its caches; two programs: decode (4 rows) and mixed (48 tokens, 4 rows).
-    `block_products`: kernels for its blocked matrices. `quantization`: of its weights while they are loaded."""
+    `block_products`: kernels for its blocked matrices. `quantization`: of its weights while they are loaded.
+    `platform`: the one for whose layouts the model is built; by default, the one it runs on."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class PagedModel:
         block_products: BlockProducts = no_blocks,
         quantization: Quantization | None = None,
         num_shards: int | None = None,
+        platform: str | None = None,
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
         mesh = mesh or make_mesh(jax.devices()[:1])
@@ -68,6 +70,7 @@ class PagedModel:
             parallel.config,
             dtype=jnp.dtype(dtype),
             attention=attention,
+            platform=platform,
             kv_dtype=stored,
             encodings=encodings,
             block_products=block_products,
@@ -77,8 +80,14 @@ class PagedModel:
         if mesh.size == 1 or num_shards is not None:
             model.repack(mesh.size)
         graph, self.state = nnx.split(model)
-        shards = parallel.shards_on_device
-        spec = kv_cache_spec(parallel.config, stored, 1 + ROWS * columns, page_size, shards_on_device=shards)
+        spec = kv_cache_spec(
+            parallel.config,
+            stored,
+            1 + ROWS * columns,
+            page_size,
+            platform=platform,
+            shards_on_device=parallel.shards_on_device,
+        )
         self.num_groups = num_paged_groups(parallel.config)
         self.keeps_states = parallel.config.keeps_states
         caches = allocate(spec, mesh)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from tpu_kernels.schedule import DUMP_FLAGS
@@ -56,6 +55,7 @@ class Kernel:
     shared: bool = False
     blocks: tuple[int, int] | None = None
     checked: bool = False
+    fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class StateKernel:
     rows: int = 64
     slots: int = 80
     checked: bool = False
+    fixed: bool = False
 
     @property
     def pool(self) -> tuple[int, ...]:
@@ -90,6 +91,7 @@ class ConvolutionKernel:
     rows: int = 64
     slots: int = 80
     checked: bool = False
+    fixed: bool = False
 
     @property
     def pool(self) -> tuple[int, ...]:
@@ -155,7 +157,6 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from sglang_jax.kernels.causal_convolution_pallas import convolve_in_place
     from sglang_jax.kernels.kept_distance_pallas import fits, kept_distance
     from sglang_jax.kernels.kv_storage import page_shape
     from sglang_jax.kernels.ragged_paged_attention import (
@@ -168,7 +169,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
     from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source, tuned
     from sglang_jax.kernels.state_rows import StateRows
     from sglang_jax.kernels.state_scan import ScanInputs
-    from sglang_jax.kernels.state_scan_pallas import scan_in_place
+    from sglang_jax.kernels.states import convolve_states, scan_states
     from sglang_jax.layers.batch import ForwardBatch
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
@@ -177,6 +178,13 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
 
     def array(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole)
+
+    def implementation_of(kernel: Kernel | StateKernel | ConvolutionKernel) -> AttentionImplementation:
+        if kernel.fixed:
+            checked, unchecked = AttentionImplementation.PALLAS_FIXED_CHECKED, AttentionImplementation.PALLAS_FIXED
+        else:
+            checked, unchecked = AttentionImplementation.PALLAS_CHECKED, AttentionImplementation.PALLAS
+        return checked if kernel.checked else unchecked
 
     def step(
         pallas: AttentionImplementation,
@@ -222,9 +230,14 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
             )
             tuned()[own, Phase.PREFILL] = Entry(own, Phase.PREFILL, *kernel.blocks, Source.SCHEDULE)
         try:
-            pallas = AttentionImplementation.PALLAS_CHECKED if kernel.checked else AttentionImplementation.PALLAS
             lowered = jax.jit(step, static_argnums=0, donate_argnums=1).lower(
-                pallas, array(shape, kernel.storage), queries, fresh, None if kernel.shared else fresh, batch, options
+                implementation_of(kernel),
+                array(shape, kernel.storage),
+                queries,
+                fresh,
+                None if kernel.shared else fresh,
+                batch,
+                options,
             )
             memory = lowered.compile().memory_analysis()
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -249,8 +262,8 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
         weight = array((kernel.channels, kernel.width), kernel.storage)
         bias = array((kernel.channels,), kernel.storage) if kernel.bias else None
         try:
-            lowered = jax.jit(partial(convolve_in_place, checked=kernel.checked), donate_argnums=3).lower(
-                x, weight, bias, array(kernel.pool, kernel.storage), rows_of(kernel)
+            lowered = jax.jit(convolve_states, static_argnums=0, donate_argnums=4).lower(
+                implementation_of(kernel), x, weight, bias, array(kernel.pool, kernel.storage), rows_of(kernel)
             )
             memory = lowered.compile().memory_analysis()
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -263,8 +276,8 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
         values = of_tokens(kernel.heads, kernel.value_dim)
         inputs = ScanInputs(keys, keys, values, decays, decays if kernel.delta else None)
         try:
-            lowered = jax.jit(partial(scan_in_place, checked=kernel.checked), donate_argnums=1).lower(
-                inputs, array(kernel.pool, kernel.states), rows_of(kernel)
+            lowered = jax.jit(scan_states, static_argnums=0, donate_argnums=2).lower(
+                implementation_of(kernel), inputs, array(kernel.pool, kernel.states), rows_of(kernel)
             )
             memory = lowered.compile().memory_analysis()
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:

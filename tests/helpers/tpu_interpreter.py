@@ -24,10 +24,10 @@ class CopyMode(StrEnum):
 
 
 @contextmanager
-def interpreter(mode: CopyMode, cores: int = 1) -> Iterator[None]:
+def interpreter(mode: CopyMode, cores: int = 1, *, detect_races: bool = True) -> Iterator[None]:
     """Kernels that are traced within run in the interpreter, on a device with `cores` cores."""
     params = pltpu.InterpretParams(
-        detect_races=True, dma_execution_mode=mode.value, uninitialized_memory="nan", num_cores_or_threads=cores
+        detect_races=detect_races, dma_execution_mode=mode.value, uninitialized_memory="nan", num_cores_or_threads=cores
     )
     with pltpu.force_tpu_interpret_mode(params):
         yield

@@ -155,13 +155,27 @@ def test_a_tpu_that_the_kernels_do_not_know_is_refused_at_the_start(folder: Path
     assert choose_attention(by_xla, TpuDevice("TPU v99")) is AttentionImplementation.XLA
 
 
-def test_the_same_results_in_every_step_need_attention_that_gives_them(folder: Path) -> None:
-    same = {"enable_deterministic_inference": True}
-    tpu, cpu = TpuDevice("TPU v6 lite"), TpuDevice("cpu", "cpu")
-    assert choose_attention(options(folder, **same), tpu) is AttentionImplementation.PALLAS_FIXED
-    assert choose_attention(options(folder, **same), cpu) is AttentionImplementation.XLA_FIXED
-    with pytest.raises(ConfigError, match=r"attention_backend reference may depend on the batch.*choose auto"):
-        choose_attention(options(folder, **same, attention_backend=AttentionBackend.REFERENCE), cpu)
+@pytest.mark.parametrize(
+    ("device", "backend", "debug", "expected"),
+    [
+        (TpuDevice("TPU v6 lite"), "auto", False, AttentionImplementation.PALLAS_FIXED),
+        (TpuDevice("TPU v6 lite"), "auto", True, AttentionImplementation.PALLAS_FIXED_CHECKED),
+        (TpuDevice("TPU v6 lite"), "xla", True, AttentionImplementation.XLA_FIXED),
+        (TpuDevice("cpu", "cpu"), "auto", True, AttentionImplementation.XLA_FIXED),
+        (TpuDevice("cpu", "cpu"), "reference", False, r"attention_backend reference may depend on.*choose auto"),
+    ],
+)
+def test_the_same_results_in_every_step_need_attention_that_gives_them(
+    folder: Path, device: TpuDevice, backend: str, debug: bool, expected: AttentionImplementation | str
+) -> None:
+    config = options(folder, enable_deterministic_inference=True, attention_backend=backend, debug_memory=debug)
+    if isinstance(expected, AttentionImplementation):
+        chosen = choose_attention(config, device)
+        assert chosen is expected
+        assert (chosen.fixed, chosen.checked) == (True, debug and chosen.for_tpu)
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            choose_attention(config, device)
 
 
 def test_devices_whose_sums_may_depend_on_the_batch_compute_shards(folder: Path) -> None:

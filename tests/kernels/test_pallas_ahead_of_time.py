@@ -47,6 +47,9 @@ MORE = [
     Kernel(heads=16, kv_heads=1, head_dim=576, shared=True, tokens=512, rows=16),
     Kernel(heads=128, kv_heads=1, head_dim=576, shared=True),
     Kernel(heads=16, kv_heads=1, head_dim=640, tokens=512, rows=16),
+    replace(LLAMA_8B, fixed=True),
+    Kernel(storage="int8", scales=True, page_size=32, window=1000, tokens=256, rows=8, fixed=True),
+    Kernel(heads=16, kv_heads=1, head_dim=576, shared=True, tokens=256, rows=16, fixed=True),
 ]
 
 
@@ -72,6 +75,8 @@ MORE_STATES = [
     ),  # Granite 4, Nemotron-H
     StateKernel(heads=24, groups=1, key_dim=256, value_dim=64, delta=False, tokens=512, rows=64),  # Falcon-H1
     StateKernel(heads=32, groups=2, key_dim=256, value_dim=128, delta=False, tokens=512, rows=64),
+    replace(QWEN3_5, fixed=True),
+    replace(MAMBA2, tokens=512, rows=16, fixed=True),
 ]
 
 
@@ -84,6 +89,7 @@ MORE_CONVOLUTIONS = [
     ConvolutionKernel(channels=10240, tokens=2048, rows=256, slots=600),
     ConvolutionKernel(channels=2048, width=3, tokens=256, rows=64),  # LFM2
     ConvolutionKernel(channels=1536, storage="float32", bias=True, tokens=72, rows=8),
+    replace(CONVOLUTION, fixed=True),
 ]
 
 

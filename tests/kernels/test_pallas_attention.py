@@ -3,10 +3,12 @@ detection."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.attention_steps import Case, Step, make_step
@@ -259,6 +261,75 @@ def test_a_row_is_batch_invariant() -> None:
     beside, _ = attend(replace(step, kv_pages=poisoned), CopyMode.ON_WAIT)
     assert np.isnan(beside[1]).all()
     np.testing.assert_array_equal(np.delete(beside, 1, axis=0), np.delete(alone, 1, axis=0))
+
+
+IN_ANY_CHUNK = replace(mixed((340, 9), (40, 2), 0), columns=24)
+"""The last 40 tokens of a sequence, and a short one. With a window of 70 keys, the first 25 start in the block of keys
+from 128 on, and the others in the next."""
+ANY_FORM = {
+    "a window, a soft cap, sinks": replace(IN_ANY_CHUNK, kv_heads=1, window=70, soft_cap=0.7, sinks=True),
+    "bfloat16": replace(IN_ANY_CHUNK, **BFLOAT16),
+    "int8, a window": replace(IN_ANY_CHUNK, **BFLOAT16 | {"storage": "int8"}, window=70),
+    "latent vectors": replace(IN_ANY_CHUNK, kv_heads=1, group=16, head_dim=576, shared=True),
+}
+PARTS = (
+    {0: (0, 15), 1: (0, 2)},
+    {1: (0, 1), 0: (15, 30)},
+    {0: (30, 31)},
+    {0: (31, 32), 1: (1, 2)},
+    {1: (0, 2), 0: (32, 40)},
+)
+"""Steps with some tokens of each sequence, from the first to the last (exclusive)."""
+
+
+_QUICK = "a window, a soft cap, sinks", CopyMode.ON_WAIT
+
+
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [
+        pytest.param(form, mode, marks=() if (form, mode) == _QUICK else pytest.mark.soak)
+        for form in ANY_FORM
+        for mode in MODES
+    ],
+)
+def test_fixed_blocks_give_a_token_the_same_bits_in_any_chunk(form: str, mode: CopyMode) -> None:
+    """In whole chunks, in parts of them, as a decode row, and next to others, wherever the tokens before it start."""
+    case = ANY_FORM[form]
+    step = make_step(case)
+    attention = Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS_FIXED, scale=step.scale)
+    whole, raced = attend(step, mode, attention)
+    assert not raced
+    bound = EXACT if case.storage == "float32" else ROUNDED
+    np.testing.assert_allclose(whole[:42], step.expected[:42], atol=bound, rtol=0)
+    of_sequences = np.split(whole[:42], np.cumsum(case.query_lens)[:-1])
+    for part in PARTS:
+        found, raced = attend(_part_of(step, case, part), mode, attention)
+        assert not raced
+        np.testing.assert_array_equal(
+            found[: sum(last - first for first, last in part.values())],
+            np.concatenate([of_sequences[row][first:last] for row, (first, last) in part.items()]),
+        )
+
+
+def _part_of(step: Step, case: Case, part: Mapping[int, tuple[int, int]]) -> Step:
+    """A step with the tokens `part[row]` of each sequence's tokens in `step`."""
+    starts = np.cumsum((0, *case.query_lens))
+    places = np.concatenate([starts[row] + np.arange(*tokens) for row, tokens in part.items()])
+    lengths = [case.kv_lens[row] - case.query_lens[row] + last for row, (_, last) in part.items()]
+    counts = [last - first for first, last in part.values()]
+    padding = [0] * (case.rows - len(part))
+    table = np.zeros_like(step.batch.page_table)
+    table[: len(part)] = np.asarray(step.batch.page_table)[list(part)]
+    batch = replace(
+        step.batch,
+        page_table=jnp.asarray(table),
+        kv_lens=jnp.asarray(lengths + padding, jnp.int32),
+        query_starts=jnp.asarray(np.cumsum([0, *counts, *padding]), jnp.int32),
+        num_decode=jnp.int32(np.cumprod(np.array(counts) == 1).sum()),
+    )
+    queries = jnp.zeros_like(step.queries).at[: len(places)].set(step.queries[places])
+    return replace(step, queries=queries, batch=batch)
 
 
 @pytest.mark.parametrize("wait", ["wait_for_block", "wait_for_numbers"])

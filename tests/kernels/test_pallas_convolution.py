@@ -4,6 +4,7 @@ kernels must not read."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,6 +98,11 @@ def test_steps_with_chunks(compiled: Interpreted, counts: list[int], num_decode:
 def test_copies_that_arrive_as_late_as_they_may(compiled: Interpreted) -> None:
     counts, num_decode = STEPS["decode rows and chunks"]
     check(compiled.run, CopyMode.ON_WAIT, counts, num_decode, decode_only=False)
+
+
+def test_decode_rows_as_chunks() -> None:
+    run = Interpreted(partial(convolve_in_place, fixed=True)).run
+    check(run, CopyMode.EAGER, DECODES["some"], 9, decode_only=True)
 
 
 def tile_by_tile(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:

@@ -3,7 +3,9 @@ not read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from helpers.tpu_interpreter import CopyMode, Interpreted
 from jax.typing import DTypeLike
 
 from sglang_jax.kernels import state_scan_pallas
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_scan import BLOCK, ScanInputs, reference_scan
 from sglang_jax.kernels.state_scan_pallas import scan_in_place
+from sglang_jax.kernels.states import scan_states
 
 ROWS, SLOTS, TOKENS = 8, 20, 5 * BLOCK
 STEPS = {
@@ -136,6 +140,38 @@ def test_a_sequence_is_batch_invariant(compiled: Interpreted) -> None:
     alone, beside = run([BLOCK + 9], 0, 0), run([1, 13, BLOCK + 9], 1, 14)
     for one, other in zip(alone, beside, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_fixed_states_are_the_same_bits_in_any_chunk() -> None:
+    """In a chunk of six tokens, in chunks of two and four, and as decode rows; next to another sequence."""
+    arrays = arrays_of(TOKENS, TOKENS, True, (8, 16))
+    run = Interpreted(partial(scan_states, AttentionImplementation.PALLAS_FIXED)).run
+    options = {"delta": True, "sizes": (8, 16)}
+    check(run, CopyMode.EAGER, [1, 1, 5, 2], 2, decode_only=False, **options)
+
+    def outputs(steps: Sequence[tuple[list[int], int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Of the last sequence of each step, which have consecutive tokens; and its last state."""
+        found, done, pool = list[np.ndarray](), 0, jnp.zeros((SLOTS, 4, 8, 16))
+        for counts, num_decode in steps:
+            decode_only, first = num_decode == len(counts), sum(counts[:-1])
+            rows = pallas_rows(ROWS, SLOTS, counts, num_decode, decode_only=decode_only)
+            last = len(counts) - 1
+            own = rows.own.at[last].set(SLOTS - 1)
+            rows = replace(
+                rows, own=own, begin=rows.begin.at[last].set(SLOTS - 1), fresh=rows.fresh.at[last].set(done == 0)
+            )
+            size = ROWS if decode_only else TOKENS
+            moved = [None if x is None else jnp.asarray(np.roll(x, first - done, axis=0)[:size]) for x in arrays]
+            (of_step, pool), races = run(CopyMode.EAGER, ScanInputs(*moved), pool, rows)
+            assert not races
+            found.append(np.asarray(of_step[first : first + counts[-1]]))
+            done += counts[-1]
+        return np.concatenate(found), np.asarray(pool[SLOTS - 1])
+
+    whole = outputs([([6], 0)])
+    for steps in ([([3, 2], 0), ([1, 4], 1)], [([1], 1)] * 6, [([1, 1], 2), ([5], 0)]):
+        for one, other in zip(whole, outputs(steps), strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 FAULTS = {

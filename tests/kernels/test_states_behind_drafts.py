@@ -23,6 +23,7 @@ from sglang_jax.kernels.states import convolve_states, scan_states
 
 STEP = drafted_step()
 XLA, PALLAS = AttentionImplementation.XLA, AttentionImplementation.PALLAS
+FIXED = AttentionImplementation.PALLAS_FIXED
 Run = Callable[..., tuple[jax.Array, jax.Array]]
 
 
@@ -66,10 +67,15 @@ def in_interpreter(function: Run) -> Run:
     return run
 
 
-SCANS = {"xla": scan_once, "pallas": in_interpreter(partial(scan_states, PALLAS))}
+SCANS = {
+    "xla": scan_once,
+    "pallas": in_interpreter(partial(scan_states, PALLAS)),
+    "fixed": in_interpreter(partial(scan_states, FIXED)),
+}
 CONVOLUTIONS = {
     "xla": convolve_once,
     "pallas": in_interpreter(lambda x, weight, pool, rows: convolve_states(PALLAS, x, weight, None, pool, rows)),
+    "fixed": in_interpreter(lambda x, weight, pool, rows: convolve_states(FIXED, x, weight, None, pool, rows)),
 }
 
 
@@ -83,6 +89,7 @@ def one_by_one(step: DraftedStep, sequence: int) -> StateRows:
         *itertools.product([SCANS["xla"]], [jnp.float32, jnp.bfloat16], [True, False]),
         (SCANS["pallas"], jnp.float32, True),
         (SCANS["pallas"], jnp.bfloat16, False),
+        (SCANS["fixed"], jnp.float32, True),
     ],
 )
 def test_matrices_after_drafts_equal_those_of_decode_steps(run: Run, delta: bool, dtype: jnp.dtype) -> None:
@@ -102,8 +109,13 @@ def test_matrices_after_drafts_equal_those_of_decode_steps(run: Run, delta: bool
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize(
     ("run", "tiled"),
-    [(CONVOLUTIONS["xla"], False), (CONVOLUTIONS["xla"], True), (CONVOLUTIONS["pallas"], True)],
-    ids=["xla, plain slots", "xla, tiled slots", "pallas"],
+    [
+        (CONVOLUTIONS["xla"], False),
+        (CONVOLUTIONS["xla"], True),
+        (CONVOLUTIONS["pallas"], True),
+        pytest.param(CONVOLUTIONS["fixed"], True, marks=pytest.mark.soak),
+    ],
+    ids=["xla, plain slots", "xla, tiled slots", "pallas", "pallas, fixed"],
 )
 def test_conv_inputs_after_drafts_equal_those_of_decode_steps(run: Run, tiled: bool, width: int) -> None:
     count = len(STEP.own)

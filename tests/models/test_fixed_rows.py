@@ -36,9 +36,32 @@ def soak(*values: object) -> object:
 )
 def test_logits_do_not_depend_on_the_step(name: str, dtype: str, tmp_path: Path) -> None:
     """With `xla` in place of `xla_fixed`, most of these logits differ."""
+    assert differences_in_steps(name, dtype, "xla_fixed", tmp_path) == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen2", "float32"),
+        ("gemma2", "bfloat16"),
+        ("gpt_oss", "float32"),
+        ("qwen2_moe", "float32"),
+        ("qwen3_5", "float32"),
+        ("mamba2", "float32"),
+        ("lfm2", "bfloat16"),
+        ("deepseek_v3", "float32"),
+    ],
+)
+def test_logits_of_tpu_kernels_do_not_depend_on_the_step(name: str, dtype: str, tmp_path: Path) -> None:
+    """With the layouts for TPUs, and their kernels in the interpreter. With `pallas`, most of these logits differ."""
+    assert differences_in_steps(name, dtype, "pallas_fixed", tmp_path) == 0
+
+
+def differences_in_steps(name: str, dtype: str, attention: str, folder: Path) -> int:
     case = CASES[name]
-    folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
-    arguments = map(str, (folder, dtype, case.page_size, "xla_fixed", name in HYBRIDS))
+    checkpoint = make_tiny_checkpoint(folder, case.architecture, **case.changes)
+    arguments = map(str, (checkpoint, dtype, case.page_size, attention, name in HYBRIDS))
     command = [sys.executable, "-m", "helpers.fixed_rows_on_jax", *arguments]
-    found = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300, check=True)
-    assert int(found.stdout) == 0
+    found = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=600, check=True)
+    return int(found.stdout)

@@ -19,10 +19,12 @@ from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.runner.assembly import Models
 from sglang_jax.runner.plan import PromptLogprobs
 from sglang_jax.runner.protocol import Runner
 from torch_backend import building, create_runner
 from torch_backend.models.transformer import Transformer
+from torch_backend.parallel import SingleProcess
 
 PROMPT = np.random.default_rng(2).integers(3, 380, 37).tolist()
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 32
@@ -240,3 +242,11 @@ def test_closing_and_other_weights_free_the_weights_at_once(folder: Path, monkey
         assert models[-1]() is None
     finally:
         gc.enable()
+
+
+def test_equal_results_of_experts_are_refused_on_a_gpu(tmp_path: Path) -> None:
+    with_experts = make_tiny_checkpoint(tmp_path, "qwen2_moe")
+    config = options(with_experts, enable_deterministic_inference=True)
+    models = Models(open_checkpoint(config.model_path), None, None)
+    with pytest.raises(ConfigError, match="enable_deterministic_inference does not support experts on a GPU"):
+        building.TorchBackend.choose(config, models, torch.device("cuda"), SingleProcess())

@@ -281,6 +281,7 @@ def test_compile_errors_are_reported(tmp_path: Path) -> None:
     assert "vmem" in wide.verdict
 
 
+FIXED = ("--enable-deterministic-inference",)
 REFUSED = {
     ("--topology", "h100:8"): "unknown topology 'h100:8'",
     ("--topology", "v6e-1", "--page-size", "48"): "--page-size must be a power of two",
@@ -289,6 +290,10 @@ REFUSED = {
     # errors that only the compiling process can find
     ("--topology", "v6e-1", "--tp", "2"): "--tp-size 2 needs 2 devices; v6e:1x1 has 1",
     ("--topology", "v6e:2x2", "--tp", "3"): "cannot be spread over 3 devices",
+    ("--topology", "v6e:2x2", "--tp", "4", *FIXED): "needs --tp-size 2 or less on JAX, got 4",
+    ("--topology", "v6e-1", "--attention-backend", "reference", *FIXED): (
+        "--attention-backend reference may depend on the batch"
+    ),
     ("--topology", "v6e:3x3"): "libtpu has no topology v6e:3x3",
     ("--topology", "v6e-1", "--context-length", "2048"): (
         "--context-length 2048 exceeds the model's maximum of 1024 positions"

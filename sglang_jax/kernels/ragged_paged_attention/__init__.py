@@ -31,10 +31,13 @@ _NO_OPTIONS = AttentionOptions()
 
 class AttentionImplementation(StrEnum):
     """`REFERENCE` reads every slot of the page table; `XLA` reads only slots that sequences use; `PALLAS` too, with
-    kernels for TPU, and only from tiled pages (`kernels.kv_storage`). `PALLAS_CHECKED`, for debugging, compiles a check
-    of each address in: an address outside its array stops the core with an error that names the copy. Starting a copy
-    then takes 2.5 times as many instructions. With `XLA_FIXED` and `PALLAS_FIXED`, a token's result depends on its own
-    sequence up to that token, bit for bit: every row is computed as a chunk, in blocks of one shape."""
+    kernels for TPU, and only from tiled pages (`kernels.kv_storage`).
+
+    - Checked, for debugging: a check of each address is compiled in, and an address outside its array stops the core
+      with an error that names the copy. Starting a copy then takes 2.5 times as many instructions.
+    - Fixed: a token's result depends on its own sequence up to that token, bit for bit. Every row is computed as a
+      chunk, in blocks of one shape.
+    """
 
     REFERENCE = "reference"
     XLA = "xla"
@@ -42,6 +45,7 @@ class AttentionImplementation(StrEnum):
     PALLAS_CHECKED = "pallas_checked"
     XLA_FIXED = "xla_fixed"
     PALLAS_FIXED = "pallas_fixed"
+    PALLAS_FIXED_CHECKED = "pallas_fixed_checked"
 
     @property
     def for_tpu(self) -> bool:
@@ -49,11 +53,16 @@ class AttentionImplementation(StrEnum):
             AttentionImplementation.PALLAS,
             AttentionImplementation.PALLAS_CHECKED,
             AttentionImplementation.PALLAS_FIXED,
+            AttentionImplementation.PALLAS_FIXED_CHECKED,
         )
 
     @property
     def fixed(self) -> bool:
-        return self in (AttentionImplementation.XLA_FIXED, AttentionImplementation.PALLAS_FIXED)
+        return self in (
+            AttentionImplementation.XLA_FIXED,
+            AttentionImplementation.PALLAS_FIXED,
+            AttentionImplementation.PALLAS_FIXED_CHECKED,
+        )
 
     @property
     def tile_rows(self) -> int | None:
@@ -64,7 +73,7 @@ class AttentionImplementation(StrEnum):
 
     @property
     def checked(self) -> bool:
-        return self is AttentionImplementation.PALLAS_CHECKED
+        return self in (AttentionImplementation.PALLAS_CHECKED, AttentionImplementation.PALLAS_FIXED_CHECKED)
 
 
 def ragged_paged_attention(

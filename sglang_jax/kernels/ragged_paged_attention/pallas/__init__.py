@@ -29,8 +29,8 @@ def pallas_attention(
     fixed: bool = False,
 ) -> jax.Array:
     """`ragged_paged_attention` over tiled pages (`kernels.kv_storage`). `checked`: compile address checks in. `fixed`:
-    compute every sequence as a chunk, in blocks of one size; then a token's result depends on no other sequence, nor on
-    the chunk that it is in, unless the layer has a window. Raises `ValueError` if a page's rows are not whole
+    compute every sequence as a chunk, in blocks of one size at fixed places of a sequence; then a token's result
+    depends on no other sequence, nor on the chunk that it is in. Raises `ValueError` if a page's rows are not whole
     registers; `ConfigError` for an unknown chip."""
     tokens, heads, head_dim = queries.shape
     _, kv_heads, parts, page_size, lanes = kv_pages.shape
@@ -61,6 +61,7 @@ def pallas_attention(
             vmem_limit=VMEM_LIMITS[chip],
             cores=sharing,
             checked=checked,
+            fixed=fixed,
         ).swapaxes(0, 1)[:tokens]
 
     # Keys and values of small heads share lanes, except in latent attention.

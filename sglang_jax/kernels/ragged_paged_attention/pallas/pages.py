@@ -68,9 +68,10 @@ class PageFetcher:
         numbers = self.page_numbers.at[pl.ds(pl.multiple_of(slot * columns, 128), columns)]
         return pltpu.make_async_copy(self.page_table.at[row, 0], numbers, self.numbers_arrived.at[slot])
 
-    def start_block(self, numbers_slot: Scalar, first: Scalar, count: Scalar, slot: Scalar) -> None:
-        """Starts copying `count` pages of a row, from page-table column `first` on, into a buffer."""
-        self.start_pages(numbers_slot * self.page_table.shape[2] + first, count, slot)
+    def start_block(self, numbers_slot: Scalar, first: Scalar, count: Scalar, slot: Scalar, place: Scalar = 0) -> None:
+        """Starts copying `count` pages of a row, from page-table column `first` on, into a buffer from its page `place`
+        on."""
+        self.start_pages(numbers_slot * self.page_table.shape[2] + first, count, slot, place)
 
     def start_pages(self, place: Scalar, count: Scalar, slot: Scalar, first: Scalar = 0) -> None:
         """Starts copying `count` pages, whose numbers start at `place`, into a buffer from its page `first` on."""
@@ -108,9 +109,13 @@ class PageFetcher:
         but unwritten memory may be NaN, and zero times NaN is NaN."""
         partial = length // self.page_size
         self.clear_values_of(slot, jnp.minimum(partial, pages - 1), length - partial * self.page_size)
+        self.clear_pages_of_values(slot, partial + 1, pages)
+
+    def clear_pages_of_values(self, slot: Scalar, first: Scalar, last: Scalar) -> None:
+        """Zeroes the values of the pages `first` to `last` (exclusive)."""
         values = self.buffers.shape[3] - 1
 
-        @pl.loop(partial + 1, pages)
+        @pl.loop(first, last)
         def _(page: jax.Array) -> None:
             for head in range(self.buffers.shape[2]):
                 self.buffers[slot, page, head, values] = jnp.zeros(self.buffers.shape[4:], self.buffers.dtype)

@@ -70,6 +70,7 @@ def prefill_attention(
     vmem_limit: int,
     cores: int = 1,
     checked: bool = False,
+    fixed: bool = False,
 ) -> jax.Array:
     """Attention of all sequences except the first `num_decode`, `[heads, T, lanes]` in the type of the queries; 0 for
     tokens of other sequences and padding.
@@ -77,7 +78,7 @@ def prefill_attention(
     `queries` `[heads, T, lanes]`, T a multiple of `blocks.queries * cores`; `kv_pages` `[num_pages, kv_heads, parts,
     page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `query_starts` int32 `[R + 1]`;
     `num_decode` int32 `[1]`; `cores`: the number of cores that share the work, each with consecutive blocks; `checked`:
-    compile address checks in.
+    compile address checks in; `fixed`: blocks of keys are at fixed places of a sequence.
     """
     heads, tokens, lanes = queries.shape
     _, kv_heads, parts, page_size, _ = kv_pages.shape
@@ -85,7 +86,7 @@ def prefill_attention(
     of_a_core = tokens // blocks.queries // cores
     block = pl.BlockSpec((heads, blocks.queries, lanes), lambda core, step, *_: (0, core * of_a_core + step, 0))
     return pl.pallas_call(
-        functools.partial(_kernel, options=static_options(options)),
+        functools.partial(_kernel, options=static_options(options), fixed=fixed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(cores, of_a_core),
@@ -143,11 +144,13 @@ def _kernel(
     numbers_arrived: Ref,
     *,
     options: StaticOptions,
+    fixed: bool,
 ) -> None:
     fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
     heads, width, lanes = queries.shape
     core, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
-    walk = Walk(fetcher, kv_lens, query_starts, num_decode, width, options.window, (core + 1) * steps * width)
+    last_place = (core + 1) * steps * width
+    walk = Walk(fetcher, kv_lens, query_starts, num_decode, width, options.window, last_place, fixed)
     sums = _Sums(largest, total, weighted, scores, row_largest)
     first_place = (core * steps + step) * width
 
@@ -169,6 +172,11 @@ def _kernel(
         @pl.when(end < keys)
         def _() -> None:
             fetcher.clear_values_from(end, slot, fetcher.pages_per_block)
+
+        if fixed and options.window is not None:
+            # The first block has room for pages before the window, which are not fetched.
+            begin = span.first_page - origin // fetcher.page_size
+            fetcher.clear_pages_of_values(slot, 0, begin)
 
         add = functools.partial(_add_block, queries, per_head, buffers, slot, sums, options)
         _by_form(add, span, origin, first_place, width, keys, options)

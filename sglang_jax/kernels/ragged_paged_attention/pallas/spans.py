@@ -17,7 +17,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, 
 class Span:
     """The tokens `first` to `last` (exclusive) of one sequence, all in one block of queries. Token t of the batch is at
     position `t + shift` of its sequence. The span's visible keys are in `pages` page-table columns from `first_page`
-    on."""
+    on. Its first block of pages has room for `skipped` pages before them."""
 
     sequence: Scalar
     first: Scalar
@@ -25,6 +25,7 @@ class Span:
     shift: Scalar
     first_page: Scalar
     pages: Scalar
+    skipped: Scalar
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +61,8 @@ class Cursor:
 class Walk:
     """A walk over the sequences from `num_decode` on, in blocks of `width` queries and of pages, up to the token at
     `last_place` (exclusive), where another core's share starts. `kv_lens` int32 `[R]`, `query_starts` int32 `[R + 1]`,
-    `num_decode` int32 `[1]`: in scalar memory."""
+    `num_decode` int32 `[1]`: in scalar memory. `fixed`: blocks of pages are at fixed places of a sequence; otherwise
+    the first one starts at the first page that a span needs."""
 
     fetcher: PageFetcher
     kv_lens: Ref
@@ -69,6 +71,7 @@ class Walk:
     width: int
     window: int | None
     last_place: Scalar
+    fixed: bool = False
 
     @property
     def sequences(self) -> int:
@@ -94,8 +97,9 @@ class Walk:
     def through_block(
         self, cursor: Cursor, end_place: Scalar, attend: Callable[[Span, Scalar, Scalar], None]
     ) -> Cursor:
-        """Calls `attend(span, position of the block's first key, buffer)` for each span before `end_place`, the end of
-        a block of queries, and each block of the span's pages when it has arrived."""
+        """Calls `attend(span, position of the block's first slot, buffer)` for each span before `end_place`, the end of
+        a block of queries, and each block of the span's pages when it has arrived. A span's first block has no pages in
+        its first `skipped` places."""
         return jax.lax.while_loop(
             lambda cursor: (cursor.sequence < self.sequences) & (cursor.place < end_place),
             lambda cursor: self._through_span(cursor, end_place, attend),
@@ -107,7 +111,7 @@ class Walk:
     ) -> Cursor:
         span = self._span_at(cursor.sequence, cursor.place, end_place)
         pages_per_block = self.fetcher.pages_per_block
-        blocks = pl.cdiv(span.pages, pages_per_block)
+        blocks = pl.cdiv(span.skipped + span.pages, pages_per_block)
         continues = self.query_starts[span.sequence + 1] > end_place
         after = self._with_queries_after(cursor.following)
 
@@ -130,9 +134,10 @@ class Walk:
                 self._start_sequence(cursor.following, place, 1 - cursor.numbers_slot, 1 - slot)
                 self._start_numbers(after, cursor.numbers_slot)
 
-            done = index * pages_per_block
-            self.fetcher.wait_for_block(jnp.minimum(span.pages - done, pages_per_block), slot)
-            attend(span, (span.first_page + done) * self.fetcher.page_size, slot)
+            _, count, _ = self._pages_of_block(span, index)
+            self.fetcher.wait_for_block(count, slot)
+            first_page = span.first_page - span.skipped + index * pages_per_block
+            attend(span, first_page * self.fetcher.page_size, slot)
 
         return Cursor(
             sequence=jnp.where(continues, span.sequence, cursor.following),
@@ -162,12 +167,20 @@ class Walk:
         first_key = 0 if self.window is None else jnp.maximum(first + shift - (self.window - 1), 0)
         first_page = jnp.int32(first_key) // self.fetcher.page_size
         pages = pl.cdiv(last + shift, self.fetcher.page_size) - first_page
-        return Span(sequence, first, last, shift, first_page, pages)
+        skipped = first_page % self.fetcher.pages_per_block if self.fixed else 0
+        return Span(sequence, first, last, shift, first_page, pages, skipped)
+
+    def _pages_of_block(self, span: Span, block: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        """The first page-table column of a block of a span, its number of pages, and the first one's place in the
+        block."""
+        pages_per_block = self.fetcher.pages_per_block
+        place = jnp.where(block == 0, span.skipped, 0) if self.fixed else 0
+        done = block * pages_per_block - span.skipped + place
+        return span.first_page + done, jnp.minimum(span.pages - done, pages_per_block - place), place
 
     def _start_block(self, span: Span, block: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
-        done = block * self.fetcher.pages_per_block
-        count = jnp.minimum(span.pages - done, self.fetcher.pages_per_block)
-        self.fetcher.start_block(numbers_slot, span.first_page + done, count, slot)
+        first, count, place = self._pages_of_block(span, block)
+        self.fetcher.start_block(numbers_slot, first, count, slot, place)
 
     def _start_first_block(self, sequence: Scalar, place: Scalar, numbers_slot: Scalar, slot: Scalar) -> None:
         block_end = (place // self.width + 1) * self.width
