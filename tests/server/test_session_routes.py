@@ -500,6 +500,7 @@ def test_errors_of_a_cache_report_are_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = [httpx2.Response(200, text="<html>\x1b"), httpx2.Response(200, json=[]), httpx2.Response(500)]
+    answers.insert(0, httpx2.Response(200, json={"replicas": [{"replica": 0}]}))
     answers.append(httpx2.Response(200, json={"replicas": []}))
     monkeypatch.setattr(httpx2, "get", lambda *args, **options: answers.pop())
     assert run_command(cache_report, "cache-report", ["--svg", str(tmp_path / "missing" / "cache.svg")]) == 2
@@ -509,12 +510,13 @@ def test_errors_of_a_cache_report_are_one_line(
     assert run_command(cache_report, "cache-report", ["--url", "http://[::1"]) == 2
     assert run_command(cache_report, "cache-report", ["--url", "http://127.0.0.1:9", "--api-key", "ö"]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 6
+    assert len(told) == 7
     for line, words in zip(
         told,
         (
             "cannot be written",
             "500",
+            "did not return a cache report",
             "did not return a cache report",
             "did not return a cache report",
             "answer",

@@ -19,7 +19,7 @@ import httpx2
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tqdm import tqdm
 
-from sglang_jax.cli.bench.load import Api, Target, call, first_model, open_client, run_load
+from sglang_jax.cli.bench.load import Api, Target, run_load
 from sglang_jax.cli.bench.metrics import (
     RequestRecord,
     append_json_line,
@@ -33,6 +33,15 @@ from sglang_jax.cli.bench.metrics import (
 from sglang_jax.cli.bench.sharegpt import Pair, read_pairs, sample_pairs
 from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, longest_context, make_workload
 from sglang_jax.cli.options import options_of, refused_options, with_model
+from sglang_jax.cli.server_client import (
+    ProtocolError,
+    TokenCount,
+    call,
+    first_model,
+    model_info,
+    open_client,
+    read_answer,
+)
 from sglang_jax.cli.starting import start_engine
 from sglang_jax.config import EngineConfig, Environment, PositiveInt
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
@@ -158,18 +167,19 @@ async def _measure(
 
 
 async def _retokenized(client: httpx2.AsyncClient, texts: Sequence[str], tokenizer: TextTokenizer | None) -> int | None:
-    """Returns the tokens of outputs by a tokenizer, or without one by the server's; None if it has no `/tokenize`."""
+    """Returns the tokens of outputs by a tokenizer, or without one by the server's; None if its `/tokenize` does not
+    count them."""
     if tokenizer is not None:
         return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     total = 0
     for text in texts:
         try:
             response = await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
-        except httpx2.TransportError:
+            if response.status_code != HTTPStatus.OK:
+                return None
+            total += read_answer(TokenCount, response.content, "/tokenize").count
+        except (httpx2.RequestError, ProtocolError):
             return None
-        if response.status_code != HTTPStatus.OK:
-            return None
-        total += int(response.json()["count"])
     return total
 
 
@@ -203,10 +213,10 @@ async def _vocab_size(client: httpx2.AsyncClient, load: LoadConfig) -> int:
         return load.vocab_size
     if load.backend is Api.OPENAI_CHAT:
         return len(WORDS)
-    info = await call(client, "GET", "/model_info")
-    if not isinstance(info, Mapping) or "vocab_size" not in info:
+    vocab_size = (await model_info(client)).vocab_size
+    if vocab_size is None:
         raise click.UsageError(f"{load.url}/model_info does not contain the vocabulary size: give --vocab-size")
-    return int(info["vocab_size"])
+    return vocab_size
 
 
 async def _tokenizer(client: httpx2.AsyncClient, load: LoadConfig) -> Tokenizer:
@@ -216,10 +226,9 @@ async def _tokenizer(client: httpx2.AsyncClient, load: LoadConfig) -> Tokenizer:
 
     name = load.tokenizer
     if name is None:
-        info = await call(client, "GET", "/model_info")
-        if not isinstance(info, Mapping) or "tokenizer_path" not in info:
-            raise click.UsageError(f"{load.url}/model_info does not name a tokenizer: give --tokenizer")
-        name = str(info["tokenizer_path"])
+        name = (await model_info(client)).tokenizer_path
+    if name is None:
+        raise click.UsageError(f"{load.url}/model_info does not name a tokenizer: give --tokenizer")
     try:
         return load_tokenizer(resolve_tokenizer(name))
     except CheckpointError as error:

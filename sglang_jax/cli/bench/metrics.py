@@ -272,7 +272,9 @@ def format_serving(
             "for the others, the server did not send the number of tokens per chunk."
         )
     if "total_output_tokens_retokenized" not in figures:
-        lines.append("Outputs were not tokenized again: the server has no /tokenize, and --tokenizer names none.")
+        lines.append(
+            "Outputs were not tokenized again: the server's /tokenize gave no count, and --tokenizer names none."
+        )
     return "\n".join(lines)
 
 

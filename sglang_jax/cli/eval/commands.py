@@ -15,12 +15,12 @@ import click
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_jax.cli.bench.commands import LoadProgress
-from sglang_jax.cli.bench.load import first_model, open_client
 from sglang_jax.cli.eval.answering import Asking, ask_engine, ask_server
 from sglang_jax.cli.eval.gsm8k import read_gsm8k
 from sglang_jax.cli.eval.mmlu import read_mmlu
 from sglang_jax.cli.eval.task import Reply, Result, Score, Task, Verdict, judge, score, score_by_subject
 from sglang_jax.cli.options import Command, flag_name, options_of, with_model
+from sglang_jax.cli.server_client import first_model, open_client
 from sglang_jax.cli.starting import print_loading, start_engine
 from sglang_jax.config import EngineConfig, Environment, PositiveInt
 from sglang_jax.errors import ConfigError
@@ -194,6 +194,7 @@ def figures(task: Task, answers: Answers, results: Sequence[Result]) -> dict[str
                 "predicted": result.predicted,
                 "verdict": result.verdict,
                 "output_tokens": result.reply.output_tokens,
+                "cut": result.reply.cut,
                 "error": result.reply.error,
             }
             for result in results
@@ -212,6 +213,7 @@ def report(task: Task, answers: Answers, results: Sequence[Result], *, chat: boo
         f"Accuracy: {whole.accuracy:.3f}",
         f"Invalid: {whole.invalid:.3f}",
         *([f"Failed: {whole.failed:.3f}"] if whole.failed else []),
+        *([f"At --max-new-tokens: {whole.cut:.3f}"] if whole.cut else []),
         f"Latency: {answers.seconds:.3f} s",
         f"Output throughput: {tokens / answers.seconds:.3f} token/s",
         f"[METRIC] {task.metric}={whole.accuracy:.3f} labels={labels}",
