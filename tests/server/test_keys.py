@@ -217,6 +217,7 @@ class TestRoles:
             ("GET", "/version"),
             ("GET", "/model_info"),
             ("GET", "/get_model_info"),
+            *(("GET", path) for path in ("/weight_version", "/get_weight_version", "/weight_info")),
             ("GET", "/v1/models"),
             ("GET", "/v1/models/{model}"),
             ("POST", "/generate"),

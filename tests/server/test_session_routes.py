@@ -188,8 +188,9 @@ def test_weights_are_updated_on_all_replicas(keys: Path) -> None:
                 assert told["output_ids"] == wanted
                 assert told["meta_info"]["weight_version"] == ("of birth" if status == 400 else "of new")
         assert post(behind, "/v1/completions", {"prompt": "x"}).json()["metadata"] == {"weight_version": "of new"}
-        info = behind.http.get("/model_info", headers={"Authorization": "Bearer bob's"}).json()
-        assert info["weight_version"] == "of new"
+        for path in ("/model_info", "/weight_version", "/get_weight_version", "/weight_info"):
+            info = behind.http.get(path, headers={"Authorization": "Bearer bob's"}).json()
+            assert info["weight_version"] == "of new"
         long = {"model_path": "new", "weight_version": "v" * 129}
         error = refused(post(server, "/update_weights_from_disk", long, "eve's"), 400, "128")
         assert error["param"] == "weight_version"
