@@ -34,6 +34,7 @@ OPERATORS_ROUTES = (
     ("POST", "/pause_generation"),
     ("POST", "/continue_generation"),
     ("POST", "/update_weights_from_disk"),
+    ("POST", "/update_weight_version"),
     ("POST", "/release_memory_occupation"),
     ("POST", "/resume_memory_occupation"),
     ("POST", "/drain_replica"),

@@ -194,6 +194,14 @@ def test_weights_are_updated_on_all_replicas(keys: Path) -> None:
         long = {"model_path": "new", "weight_version": "v" * 129}
         error = refused(post(server, "/update_weights_from_disk", long, "eve's"), 400, "128")
         assert error["param"] == "weight_version"
+        error = refused(post(server, "/update_weight_version", {"new_version": "v" * 129}, "eve's"), 400, "128")
+        assert error["param"] == "new_version"
+        renamed = post(server, "/update_weight_version", {"new_version": "renamed"}, "eve's")
+        assert renamed.json()["new_version"] == "renamed"
+        for _ in range(4):
+            told = post(server, "/generate", body).json()
+            assert told["output_ids"] == ORACLE.output([*b"a long prompt"], 3, 5, {FAKE_EOS}, "newer")
+            assert told["meta_info"]["weight_version"] == "renamed"
         assert post(server, "/release_memory_occupation", {}, "eve's").json() == {"success": True}
         for _ in range(4):
             assert refused(post(server, "/generate", body), 503, "kv_cache, weights")["code"] == "memory_released"
