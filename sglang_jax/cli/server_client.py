@@ -167,14 +167,16 @@ def check_answer(kind: type[Kind], answer: object, path: str) -> Kind:
 
 @asynccontextmanager
 async def open_client(base_url: str, api_key: str | None) -> AsyncIterator[httpx2.AsyncClient]:
-    """Yields a client without a limit of connections: in a limited pool, requests would wait unnoticed. Raises
-    `ConfigError` for an invalid URL."""
+    """Yields a client without a limit of connections: in a limited pool, requests would wait unnoticed. `base_url`: of
+    the server, also with the `/v1` that OpenAI's clients need. Raises `ConfigError` for an invalid URL."""
     try:
         url = httpx2.URL(base_url)
     except httpx2.InvalidURL as error:
         raise ConfigError(f"--base-url {base_url} is not a URL: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"--base-url must start with http:// or https:// and a host, got {base_url}")
     async with httpx2.AsyncClient(
-        base_url=url,
+        base_url=url.copy_with(path=url.path.rstrip("/").removesuffix("/v1") or "/"),
         headers=_authorization(api_key),
         timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),

@@ -278,6 +278,7 @@ HEADER = "Question,A,B,C,D,Answer"
             "--page-size: only for an engine in this process",
         ),
         (eval_gsm8k, "x", GOOD * 9, ["--base-url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
+        (eval_gsm8k, "x", GOOD * 9, ["--base-url", "localhost:1"], "must start with http:// or https:// and a host"),
         (eval_gsm8k, "x", GOOD * 9, ["--base-url", "http://a:b"], "--base-url http://a:b is not a URL"),
     ],
 )

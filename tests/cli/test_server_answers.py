@@ -102,7 +102,7 @@ def test_an_evaluation_reports_a_wrong_answer(
 ) -> None:  # fmt: skip
     (tmp_path / "x").write_text('{"question": "a", "answer": "#### 1"}')
     server.answers = {"/v1/models": (MODELS, {}), path: (content, headers)}
-    words = ["--data", str(tmp_path / "x"), "--num-shots", "0", "--base-url", f"http://127.0.0.1:{server.port}"]
+    words = ["--data", str(tmp_path / "x"), "--num-shots", "0", "--base-url", f"http://127.0.0.1:{server.port}/v1/"]
     assert run(eval_gsm8k, "eval", words) == 1
     told = capsys.readouterr()
     assert message in told.err
