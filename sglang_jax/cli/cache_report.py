@@ -10,6 +10,7 @@ import click
 import httpx2
 import msgspec
 
+from sglang_jax.cli.result_file import writing
 from sglang_jax.config import Environment
 from sglang_jax.errors import ConfigError
 from sglang_jax.scheduler.cache_report import CacheReport
@@ -42,10 +43,8 @@ def cache_report(url: str, api_key: str | None, svg: Path | None) -> None:
     for report in reports:
         click.echo(as_text(report))
     if svg is not None:
-        try:
+        with writing(svg, "--svg"):
             svg.write_text(as_svg(reports), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--svg {svg} cannot be written: {error}") from error
 
 
 def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ from tqdm import tqdm
 from sglang_jax.cli.bench.load import Api, Target, run_load
 from sglang_jax.cli.bench.metrics import (
     RequestRecord,
-    append_json_line,
     check_plotting,
     format_offline,
     format_serving,
@@ -33,6 +32,7 @@ from sglang_jax.cli.bench.metrics import (
 from sglang_jax.cli.bench.sharegpt import Pair, read_pairs, sample_pairs
 from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, longest_context, make_workload
 from sglang_jax.cli.options import options_of, refused_options, with_model
+from sglang_jax.cli.result_file import append_json_line, check_result_file, writing
 from sglang_jax.cli.server_client import (
     ProtocolError,
     TokenCount,
@@ -116,6 +116,8 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
     """Measure latency and throughput of a running server under load."""
     if load.plot is not None:
         check_plotting()
+    check_result_file(load.plot, "--plot")
+    check_result_file(load.output_file, "--output-file")
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
     records, duration, retokenized = asyncio.run(_measure(load, workload, pairs))
     figures = serving_summary(records, duration, retokenized)
@@ -126,9 +128,11 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
     for error in sorted({record.error for record in records if record.error is not None}):
         click.echo(f"failed: {error}", err=True)
     if load.output_file is not None:
-        append_json_line(load.output_file, _line(load, workload, figures, records))
+        append_json_line(load.output_file, "--output-file", _line(load, workload, figures, records))
     if load.plot is not None:
-        plot_serving(load.plot, records, title=f"{load.backend}, {workload.dataset_name}, {load.request_rate:g} req/s")
+        title = f"{load.backend}, {workload.dataset_name}, {load.request_rate:g} req/s"
+        with writing(load.plot, "--plot"):
+            plot_serving(load.plot, records, title=title)
     return 0 if all(record.ok for record in records) else 1
 
 
@@ -321,6 +325,7 @@ class Totals:
 def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig, model: str | None) -> int:
     """Measure the throughput of MODEL (as for --model-path) without a server."""
     engine = with_model(engine, model)
+    check_result_file(offline.result_filename, "--result-filename")
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
     with start_engine(engine) as running:
         if pairs is None:
@@ -350,9 +355,8 @@ def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: Offli
     click.echo(format_offline(figures))
     if offline.result_filename is not None:
         settings = {**engine.model_dump(mode="json"), **workload.model_dump(mode="json")}
-        append_json_line(
-            offline.result_filename, {**settings, **figures, "compiles_after_warm_up": stats.compiles_after_warm_up}
-        )
+        line = {**settings, **figures, "compiles_after_warm_up": stats.compiles_after_warm_up}
+        append_json_line(offline.result_filename, "--result-filename", line)
     return 0
 
 
