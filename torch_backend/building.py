@@ -16,6 +16,7 @@ from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.assembly import Models
+from sglang_jax.runner.determinism import shards_of
 from sglang_jax.runner.quantization import encodings_of, keeps_blocks
 from sglang_jax.runner.sizing import GroupMemory, Sizes
 from torch_backend.cpu_trial import CpuForm
@@ -26,6 +27,7 @@ from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import TensorParallel
+from torch_backend.process_group import share_cores
 from torch_backend.weights import bytes_in_blocks, load_weights, matrices_in_8_bits, packs, weight_bytes
 
 if TYPE_CHECKING:
@@ -36,21 +38,24 @@ _STATE_DTYPES = {MambaDtype.FLOAT32: torch.float32, MambaDtype.BFLOAT16: torch.b
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """A rank's shard of a model before its weights are loaded, with the dtypes of its keys and values, the bytes that
-    the weights will take, and the matrices that stay in 8 bits in memory, with their dtype."""
+    """A rank's shards of a model before its weights are loaded, with the dtypes of its keys and values, the bytes that
+    the weights will take, and the matrices that stay in 8 bits in memory, with their dtype. `in_shards`: whether shards
+    are computed one by one, even if the rank has only one."""
 
     config: ModelConfig
-    shard: ModelShard
+    shards: tuple[ModelShard, ...]
     kv_form: KVForm
     model: Transformer | TracedTransformer
     weight_bytes: int
     load: Callable[[], None]
     in_8_bits: Mapping[ParameterName, str] = field(default_factory=dict)
+    in_shards: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """The device of a rank, its dtypes and its kernels: see `runner.assembly.Backend`. `dtype`: of activations."""
+    """The device of a rank, its dtypes and its kernels: see `runner.assembly.Backend`. `dtype`: of activations;
+    `num_shards`: see `build_model`."""
 
     config: EngineConfig
     device: torch.device
@@ -58,6 +63,7 @@ class TorchBackend:
     kv_form: KVForm
     kernels: Kernels
     parallel: TensorParallel
+    num_shards: int | None
 
     @classmethod
     def choose(
@@ -65,12 +71,16 @@ class TorchBackend:
     ) -> TorchBackend:
         """Chooses dtypes and kernels for the models on a device. Raises `ConfigError` for options that it does not
         support."""
-        if config.enable_deterministic_inference and device.type != "cpu":
+        if config.batch_invariant and device.type != "cpu":
             _refuse_experts(models.main.config)
         dtype = select_dtype(config.dtype, device)
         kv_form = kv_form_of(config, dtype)
-        shards = [(each.config, ModelShard.of(each.config, parallel.rank, parallel.size)) for each in models.all]
-        heads = dict.fromkeys(form for model, shard in shards for form in shard.head_forms(model))
+        configs = [each.config for each in models.all]
+        num_shards = shards_of(config, configs)
+        size = parallel.size if num_shards is None else num_shards
+        # As many threads as with one process per shard: a library's sums may depend on their number.
+        share_cores(size // parallel.size, device)
+        heads = dict.fromkeys(form for each in configs for form in ModelShard.of(each, 0, size).head_forms(each))
         form = CpuForm(dtype, kv_form.keys, tuple(heads))
         latents = any(each.config.keeps_latents for each in models.all)
         kernels = choose_kernels(
@@ -79,9 +89,9 @@ class TorchBackend:
             form,
             config.cache_folder(),
             latents=latents,
-            fixed=config.enable_deterministic_inference,
+            fixed=config.batch_invariant,
         )
-        return cls(config, device, dtype, kv_form, kernels, parallel)
+        return cls(config, device, dtype, kv_form, kernels, parallel, num_shards)
 
     @property
     def platform(self) -> str:
@@ -120,7 +130,8 @@ class TorchBackend:
             states=self.kernels.states,
             parallel=self.parallel,
             encodings=encodings_of(checkpoint, quantization),
-            fixed=self.config.enable_deterministic_inference,
+            fixed=self.config.batch_invariant,
+            num_shards=self.num_shards,
         )
 
     def _unloaded(
@@ -139,7 +150,10 @@ class TorchBackend:
                     layout.measure()
 
         in_8_bits = matrices_in_8_bits(model, config)
-        return UnloadedModel(config, model.shard, kv_form, model, weight_bytes(model), load, in_8_bits)
+        size = weight_bytes(model)
+        return UnloadedModel(
+            config, model.shards, kv_form, model, size, load, in_8_bits, in_shards=self.num_shards is not None
+        )
 
     def _build_traced(self, checkpoint: Checkpoint) -> UnloadedModel:
         # Imported here, because only these models need the transformers library.
@@ -157,7 +171,7 @@ class TorchBackend:
         refuse_sinks(self.kernels.attention_name, model.layers_with_sinks)
         shard = ModelShard.of(checkpoint.config, self.parallel.rank, self.parallel.size)
         size, load = model.weight_bytes(), partial(model.load, read)
-        return UnloadedModel(checkpoint.config, shard, self.kv_form, model, size, load)
+        return UnloadedModel(checkpoint.config, (shard,), self.kv_form, model, size, load)
 
     def available(self) -> int:
         """See `Backend`. The minimum of all ranks; processes on one CPU share its memory."""
@@ -177,11 +191,14 @@ class TorchBackend:
         """Bytes of a page, or of a state slot."""
         layers = [model.config.layers[number] for number in group.layers]
         if group.kind.keeps_states:
-            own = (model.shard.recurrent(layer.recurrent) for layer in layers if layer.recurrent is not None)
-            return sum(self.state_dtypes.bytes_of_slot(recurrent.state) for recurrent in own)
+            own = [layer.recurrent for layer in layers if layer.recurrent is not None]
+            return sum(
+                self.state_dtypes.bytes_of_slot(shard.recurrent(each).state) for shard in model.shards for each in own
+            )
         attention = layers[0].attention
         assert attention is not None
-        of_layer = model.kv_form.bytes_per_token(model.shard.cached(attention.cached))
+        pools = len({shard.heads_of_pages(attention.cached) for shard in model.shards})
+        of_layer = pools * model.kv_form.bytes_per_token(model.shards[0].cached(attention.cached))
         return self.config.page_size * len(layers) * of_layer
 
     def mixed_shapes(self, sizes: Sizes) -> tuple[tuple[int, int], ...]:

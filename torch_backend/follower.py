@@ -56,7 +56,7 @@ def main(orders: Connection) -> None:
         Path(assignment.meeting_point),
         device,
         custom_all_reduce=not config.disable_custom_all_reduce,
-        in_order=config.enable_deterministic_inference,
+        in_order=config.batch_invariant,
     )
     runner = load_rank(config, checkpoint, parallel)
     follow(runner, inbox.get, progress)

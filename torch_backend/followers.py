@@ -18,6 +18,7 @@ from sglang_jax import logs
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.assembly import open_models
+from sglang_jax.runner.determinism import shards_of
 from sglang_jax.runner.group import ORDERS, GroupRunner, Leave, Order
 from sglang_jax.runner.rank_beats import NoteBeat, steps_in
 from sglang_jax.runner.wire import Codec
@@ -192,7 +193,7 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
             followers.meeting_point,
             select_device(config.device),
             custom_all_reduce=not config.disable_custom_all_reduce,
-            in_order=config.enable_deterministic_inference,
+            in_order=config.batch_invariant,
         )
         undo.callback(leave)
         followers.on_loss(parallel.abort)
@@ -204,5 +205,7 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
 def _refuse(config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Raises `ConfigError` early for options that every rank would refuse, each with a traceback."""
     refuse_orbax(checkpoint)
-    for model in open_models(config, checkpoint).all:
-        ModelShard.of(model.config, 0, config.tp_size)
+    models = [model.config for model in open_models(config, checkpoint).all]
+    for model in models:
+        ModelShard.of(model, 0, config.tp_size)
+    shards_of(config, models)

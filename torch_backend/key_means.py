@@ -35,22 +35,29 @@ def give_key_means(
     `forward(batch, kv)`: the loaded model, which all ranks call at the same time; `kv`: its memory, which determines
     each layer's heads and page size; `dtype`: of activations.
     """
-    pages = [layer.pages for layer in kv if layer.pages is not None]
+    pages = [pool for layer in kv for pool in layer.pools]
     device, page_size = pages[0].keys.device, pages[0].page_size
     batch = calibration_batch(config, page_size, max_context, device)
     rows, columns = batch.page_table.shape
-    own = [
-        LayerMemory(
-            None if layer.pages is None else _like(layer.pages, 1 + rows * columns, dtype),
-            tuple(pool.new_zeros((1 + rows, *pool.shape[1:])) for pool in layer.states),
+
+    def like(memory: LayerMemory) -> LayerMemory:
+        return LayerMemory(
+            None if memory.pages is None else _like(memory.pages, 1 + rows * columns, dtype),
+            tuple(pool.new_zeros((1 + rows, *pool.shape[1:])) for pool in memory.states),
+            shards=tuple(map(like, memory.shards)),
         )
-        for layer in kv
-    ]
+
+    own = [like(layer) for layer in kv]
     with torch.inference_mode():
         forward(batch, own)
         length = batch.kv_lens[0]
         broken = []
-        for number, (layer, computed) in enumerate(zip(kv, own, strict=True)):
+        parts = [
+            (number, *both)
+            for number, (layer, like_it) in enumerate(zip(kv, own, strict=True))
+            for both in zip(layer.parts, like_it.parts, strict=True)
+        ]
+        for number, layer, computed in parts:
             if layer.pages is None or layer.pages.token_scales is None:
                 continue
             assert computed.pages is not None
@@ -60,8 +67,9 @@ def give_key_means(
                 broken.append(number)
             layer.pages.token_scales.key_mean.copy_(mean)
     if broken:
+        layers = ", ".join(map(str, dict.fromkeys(broken)))
         raise ConfigError(
-            f"the mean of keys cannot be calibrated: those of layers {', '.join(map(str, broken))} are not finite; "
+            f"the mean of keys cannot be calibrated: those of layers {layers} are not finite; "
             "choose --kv-cache-dtype auto and another --attention-backend than sage, or check the weights"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -133,11 +133,24 @@ class KVPages:
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
     """Memory of a layer: pages if it has attention, the pools of its recurrent state if it has one, and, if counted,
-    the tokens routed to each expert, int64 `[experts]`."""
+    the tokens routed to each expert, int64 `[experts]`. `shards`: those of a layer that is computed in several shards,
+    instead; they share pages with equal content."""
 
     pages: KVPages | None = None
     states: States = ()
     expert_tokens: torch.Tensor | None = None
+    shards: tuple[LayerMemory, ...] = ()
+
+    @property
+    def parts(self) -> tuple[LayerMemory, ...]:
+        """Its shards, or itself."""
+        return self.shards or (self,)
+
+    @property
+    def pools(self) -> Iterator[KVPages]:
+        """Its pages, each pool once."""
+        found = {id(part.pages): part.pages for part in self.parts if part.pages is not None}
+        yield from found.values()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sglang_jax.architectures.model_config import group_of_layers, num_slots
+from sglang_jax.architectures.model_config import LayerConfig, group_of_layers, num_slots
 from sglang_jax.architectures.tensor_names import ParameterKind
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.config import EngineConfig
@@ -62,10 +62,12 @@ class PagedTransformer:
     def pages(self) -> Iterator[torch.Tensor]:
         for memory in self.kv:
             yield from memory.states
-            if memory.pages is not None:
-                yield memory.pages.keys
-                if not memory.pages.shared:
-                    yield memory.pages.values
+            for shard in memory.shards:
+                yield from shard.states
+            for pool in memory.pools:
+                yield pool.keys
+                if not pool.shared:
+                    yield pool.values
 
 
 def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
@@ -132,8 +134,13 @@ def _load_on(
             **describe(config, models, main.in_8_bits),
         },
         draft=drafting,
-        states=[pool for layer in kv for pool in layer.states],
-        counted={number: own.expert_tokens for number, own in enumerate(kv) if own.expert_tokens is not None},
+        states=[pool for layer in kv for part in layer.parts for pool in part.states],
+        counted={
+            number: own.expert_tokens
+            for number, layer in enumerate(kv)
+            for own in layer.parts
+            if own.expert_tokens is not None
+        },
     )
 
 
@@ -185,7 +192,8 @@ def _allocate_main(
     """Allocates the layers' memory, with scales and means of keys and values, and counters of experts, if needed."""
     config, model = backend.config, assembly.model
     kv = _allocate(model, assembly.pages, config.page_size, backend.device, backend.state_dtypes)
-    load_kv_parameters(kv, kv_parameters, model.shard, factor)
+    for number, shard in enumerate(model.shards):
+        load_kv_parameters([layer.parts[number] for layer in kv], kv_parameters, shard, factor)
     if model.kv_form.keys == torch.int8 and not kv_parameters.has(ParameterKind.MEAN):
         give_key_means(model.model, kv, model.config, dtype=backend.dtype, max_context=assembly.sizes.max_context)
     if config.enable_expert_distribution_metrics:
@@ -195,9 +203,17 @@ def _allocate_main(
 
 def _with_counts(kv: Sequence[LayerMemory], config: ModelConfig, device: torch.device) -> list[LayerMemory]:
     counts = [torch.zeros(layer.num_experts, dtype=torch.int64, device=device) for layer in config.layers]
-    return [
-        replace(memory, expert_tokens=count if len(count) else None) for memory, count in zip(kv, counts, strict=True)
-    ]
+
+    def counting(memory: LayerMemory, count: torch.Tensor) -> LayerMemory:
+        """All shards choose the same experts, so one counts."""
+        if not len(count):
+            return memory
+        if not memory.shards:
+            return replace(memory, expert_tokens=count)
+        first, *others = memory.shards
+        return replace(memory, shards=(replace(first, expert_tokens=count), *others))
+
+    return list(map(counting, kv, counts))
 
 
 def _kv_factor(config: EngineConfig, checkpoint: Checkpoint, form: KVForm) -> float | None:
@@ -256,16 +272,24 @@ def _allocate(
     state_dtypes: StateDtypes,
 ) -> list[LayerMemory]:
     """Allocates pages or state slots of every layer: `num_pages` of each cache group."""
-    config, shard, form = model.config, model.shard, model.kv_form
-    memory: list[LayerMemory] = []
+    config, form = model.config, model.kv_form
     slots = num_slots(config, num_pages)
-    for layer, group in zip(config.layers, group_of_layers(config), strict=True):
-        arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
-        states = state_dtypes.allocate(slots, arrays, device)
-        pages = None
-        if layer.attention is not None and group is not None:
-            keys, *values = shard.cached(layer.attention.cached)
-            shape = num_pages[group], keys.heads or 1, page_size, keys.width
-            pages = KVPages.allocate(*shape, form, device, shared=not values)
-        memory.append(LayerMemory(pages, states))
-    return memory
+
+    def of_layer(layer: LayerConfig, group: int | None) -> LayerMemory:
+        parts: list[LayerMemory] = []
+        pools: dict[object, KVPages] = {}
+        for shard in model.shards:
+            arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
+            states = state_dtypes.allocate(slots, arrays, device)
+            pages = None
+            if layer.attention is not None and group is not None:
+                heads = shard.heads_of_pages(layer.attention.cached)
+                if heads not in pools:
+                    keys, *values = shard.cached(layer.attention.cached)
+                    shape = num_pages[group], keys.heads or 1, page_size, keys.width
+                    pools[heads] = KVPages.allocate(*shape, form, device, shared=not values)
+                pages = pools[heads]
+            parts.append(LayerMemory(pages, states))
+        return LayerMemory(shards=tuple(parts)) if model.in_shards else parts[0]
+
+    return list(map(of_layer, config.layers, group_of_layers(config)))

@@ -85,7 +85,7 @@ def _over_loopback() -> Iterator[None]:
 
 
 def share_cores(size: int, device: torch.device) -> None:
-    """Divides the cores of a CPU equally between the processes."""
+    """Divides the threads of this process by `size`, on a CPU, whose cores the processes share."""
     if device.type == "cpu":
         torch.set_num_threads(max(torch.get_num_threads() // size, 1))
 

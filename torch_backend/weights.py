@@ -70,7 +70,7 @@ def load_weights(
         model.tie()
     for module in model.modules():
         if isinstance(module, ScaledMatrix):
-            module.choose_product(model.device, model.embedding.weight.dtype)
+            module.choose_product(model.device, model.dtype)
     if not (pack and packs(model)):
         return None
     layout = PackedLayout()
@@ -94,7 +94,7 @@ def weight_bytes(model: Transformer) -> int:
     """Bytes of the weights of `model` after `load_weights`, known before."""
     plain = sum(parameter.nbytes for parameter in model.parameters())
     # Packed matrices replace plain ones, except tied embeddings.
-    twice = model.embedding.weight.nbytes if model.tied and packs(model) else 0
+    twice = sum(each.weight.nbytes for each in model.embeddings) if model.tied and packs(model) else 0
     return plain + twice
 
 
@@ -116,7 +116,7 @@ def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[Paramete
 
 def packs(model: Transformer) -> bool:
     """Whether matrices of `model` are packed: on a CPU where torch can."""
-    return model.device.type == "cpu" and packing_works(model.embedding.weight.dtype)
+    return model.device.type == "cpu" and packing_works(model.dtype)
 
 
 def _by_matrix(parameters: Iterable[Source]) -> Iterator[list[Source]]:
@@ -195,21 +195,20 @@ Source = tuple[nn.Module, str, list[ParameterPart]]
 
 def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
     """Yields every parameter with its own value; a head that is tied to the embeddings has none."""
-    head = model.head.linear.matrix
-    whole: list[nn.Module] = [model.embedding, model.final_norm, head]
+    heads: list[nn.Module] = [linear.matrix for linear in model.head.linears]
+    whole = [*model.embeddings, model.final_norm, *heads]
     modules: list[tuple[int | None, nn.Module]] = [(None, module) for module in whole]
     for count, layer in enumerate(model.decoder_layers):
         modules += [(count, module) for module in layer.modules()]
     for number, module in modules:
         if isinstance(module, Loadable):
             for name, own in module.sources.items():
-                if model.tied and module is head and own.role is None:
+                if model.tied and module in heads and own.role is None:
                     continue
+                shard = module.shard or model.shards[0]
                 names = [ParameterName(part, own.kind, number) for part in own.parts]
                 parts = [
-                    ParameterPart(each, index, own.role)
-                    for each in names
-                    for index in _indices(model.shard, config, each)
+                    ParameterPart(each, index, own.role) for each in names for index in _indices(shard, config, each)
                 ]
                 yield module, name, parts
 

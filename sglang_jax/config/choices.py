@@ -40,6 +40,14 @@ class Dtype(Choice):
     FLOAT32 = "float32"
 
 
+class Deterministic(Choice):
+    """What logits do not depend on: the batch, or also the number of devices that share a layer (tp)."""
+
+    NONE = "none"
+    BATCH = "batch"
+    TP = "tp"
+
+
 class LoadFormat(Choice):
     AUTO = "auto"
     SAFETENSORS = "safetensors"

@@ -13,6 +13,7 @@ from sglang_jax.config.choices import (
     AttentionBackend,
     Backend,
     CompilePass,
+    Deterministic,
     Device,
     Dtype,
     EvictionPolicy,
@@ -128,6 +129,11 @@ class EngineConfig(BaseModel):
         False,
         description="the same logits, bit for bit, whatever else runs and however a prompt is cut, cached, retracted "
         "or drafted; slower",
+    )
+    deterministic: Deterministic = Field(
+        Deterministic.NONE,
+        description="batch: as --enable-deterministic-inference; tp: also the same logits with 1, 2, 4 or 8 devices "
+        "(--tp-size); slower still",
     )
     tp_size: PositiveInt = Field(1, description="number of devices that share each layer (tensor parallelism)")
     dp_size: PositiveInt = Field(
@@ -339,6 +345,11 @@ class EngineConfig(BaseModel):
         description="check the owner of every KV page at every step; on TPUs, also compile address checks into kernels "
         "(slow)",
     )
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether logits must not depend on the batch, by either option."""
+        return self.enable_deterministic_inference or self.deterministic is not Deterministic.NONE
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from sglang_jax.architectures.model_config import ModelConfig, cache_groups
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
+from sglang_jax.config import AttentionBackend, Deterministic, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
 from sglang_jax.jax_runner.buckets import Buckets
@@ -104,6 +104,10 @@ class JaxBackend:
         for each in models.all:
             TensorParallel.of(each.config, config.tp_size)  # refuses a model that cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
+        if config.deterministic is Deterministic.TP:
+            raise ConfigError(
+                "deterministic tp needs the torch backend: choose --backend torch, or deterministic batch"
+            )
         attention = choose_attention(config, devices[0])
         if attention.fixed and config.tp_size > _MOST_DEVICES_IN_ORDER:
             raise ConfigError(
@@ -237,7 +241,7 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
         raise ConfigError(f"attention_backend pallas needs a TPU, the device is a {device.platform}: choose auto")
     if backend is AttentionBackend.PALLAS:
         chip_of(device.device_kind)
-    if config.enable_deterministic_inference:
+    if config.batch_invariant:
         if backend not in _FIXED:
             raise ConfigError(
                 f"attention_backend {backend.value} may depend on the batch, which enable_deterministic_inference "

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.config import EngineConfig, MambaDtype, ModelImpl
+from collections.abc import Iterable
+
+from sglang_jax.architectures.kinds.recurrent import Mamba2Config
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
+from sglang_jax.config import Deterministic, EngineConfig, MambaDtype, ModelImpl
 from sglang_jax.errors import ConfigError
+
+SHARDS = (8, 4, 2, 7, 5, 3)
+"""Numbers of shards in which a model is computed for results that do not depend on `tp_size`: the first one into which
+the model can be divided. Sums over shards are a binary tree. Processes with equal parts of the shards sum subtrees if
+the number of shards is a power of two, or if there is one process, or one for each shard."""
+
+
+def shards_of(config: EngineConfig, models: Iterable[ModelConfig]) -> int | None:
+    """The number of shards in which all of `models` are computed, whatever `tp_size` is; None without `deterministic`
+    tp, and for models that cannot be divided. Raises `ConfigError` for a `tp_size` that does not divide it."""
+    if config.deterministic is not Deterministic.TP:
+        return None
+    layers = {layer for model in models for layer in model.layers}
+    shards = next((count for count in SHARDS if all(_divides(layer, count) for layer in layers)), 1)
+    if shards % config.tp_size:
+        raise ConfigError(
+            f"deterministic tp computes this model in {shards} shards, got tp_size {config.tp_size}: choose one of "
+            + ", ".join(str(size) for size in range(1, shards + 1) if shards % size == 0)
+        )
+    return None if shards == 1 else shards
+
+
+def _divides(layer: LayerConfig, shards: int) -> bool:
+    """Whether each of `shards` computes its part of a layer without the others."""
+    attention, recurrent = layer.kv_attention, layer.recurrent
+    if attention is not None and attention.qk_norm is not None and attention.qk_norm.whole:
+        return False
+    if isinstance(recurrent, Mamba2Config) and recurrent.norm is not None and recurrent.norm_groups % shards:
+        return False
+    try:
+        layer.sharded(shards)
+    except ConfigError:
+        return False
+    return True
 
 
 def refuse_with_determinism(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` for what cannot have the same results in every step, on any device."""
-    if not config.enable_deterministic_inference:
+    if not config.batch_invariant:
         return
     if config.model_impl is ModelImpl.TRANSFORMERS:
         raise ConfigError(

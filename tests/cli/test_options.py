@@ -89,6 +89,7 @@ OTHER_VALUES: dict[str, Any] = {
     "decode_log_interval": 7,
     "enable_expert_distribution_metrics": True,
     "enable_deterministic_inference": True,
+    "deterministic": "tp",
     "profile_dir": "profiles",
     "test_retract": 5,
     "test_evict": 6,

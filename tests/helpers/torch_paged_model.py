@@ -41,7 +41,8 @@ class TorchPagedModel:
 
     `numba`: attention and fused operations are CPU kernels. `traced`: the model is transformers', rewritten. Without
     `load` the model has no weights yet. `quantization`: of its weights while they are loaded. `block_matrices`: the
-    modules that keep their matrices in blocks, too. `fixed`: a token's logits do not depend on the other tokens.
+    modules that keep their matrices in blocks, too. `fixed`: a token's logits do not depend on the other tokens;
+    `num_shards`: nor on the number of ranks.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class TorchPagedModel:
         quantization: Quantization | None = None,
         block_matrices: BlockMatrices | None = None,
         fixed: bool = False,
+        num_shards: int | None = None,
     ) -> None:
         impl = ModelImpl.TRANSFORMERS if traced else ModelImpl.NATIVE
         checkpoint = open_checkpoint(str(folder), model_impl=impl)
         config = checkpoint.config
-        shard = ModelShard.of(config, parallel.rank, parallel.size)
+        shards = ModelShard.of_rank(config, parallel.rank, parallel.size, num_shards)
         if numba:
-            attention = cpu_attention(dtype, *shard.head_forms(config))
+            attention = cpu_attention(dtype, *shards[0].head_forms(config))
             if fixed:
                 attention = (DecodeRowsOnly if attention.prompts is None else ChunksOnly)(attention)
         head_dims = dict.fromkeys(attention.head_dim for attention in config.kv_attention)
@@ -84,7 +86,7 @@ class TorchPagedModel:
         else:
             encodings = encodings_of(checkpoint, quantization)
             kinds |= {"states": states or NativeStates(fixed=fixed), "encodings": encodings}
-            kinds |= {"block_matrices": block_matrices, "fixed": fixed}
+            kinds |= {"block_matrices": block_matrices, "fixed": fixed, "num_shards": num_shards}
             self.model = build_model(config, parallel=parallel, **kinds)
         if load and not traced:
             layout = load_weights(self.model, checkpoint.reader, config, quantization=quantization)
@@ -93,15 +95,18 @@ class TorchPagedModel:
         self.keeps_states = config.keeps_states
         self.kv: list[LayerMemory] = []
         for layer in config.layers:
-            arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
-            states = StateDtypes(dtype, torch.float32).allocate(2 + 2 * ROWS, arrays, self.model.device)
-            pages = None
-            if layer.attention is not None:
-                arrays = shard.cached(layer.attention.cached)
-                shape = (1 + ROWS * columns, arrays[0].heads or 1, page_size, arrays[0].width)
-                sides = [torch.full(shape, torch.nan, dtype=dtype) for _ in arrays]
-                pages = KVPages(sides[0], sides[-1])
-            self.kv.append(LayerMemory(pages, tuple(pool.fill_(torch.nan) for pool in states)))
+            parts = []
+            for shard in shards:
+                arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
+                states = StateDtypes(dtype, torch.float32).allocate(2 + 2 * ROWS, arrays, self.model.device)
+                pages = None
+                if layer.attention is not None:
+                    arrays = shard.cached(layer.attention.cached)
+                    shape = (1 + ROWS * columns, arrays[0].heads or 1, page_size, arrays[0].width)
+                    sides = [torch.full(shape, torch.nan, dtype=dtype) for _ in arrays]
+                    pages = KVPages(sides[0], sides[-1])
+                parts.append(LayerMemory(pages, tuple(pool.fill_(torch.nan) for pool in states)))
+            self.kv.append(parts[0] if num_shards is None else LayerMemory(shards=tuple(parts)))
         self.slots, self.begin = slots_of_rows(ROWS), dict[int, int]()
         self.all_pages = pages_of_rows(num_paged_groups(self.model.config), ROWS, columns)
         self.page_size = page_size

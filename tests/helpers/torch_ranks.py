@@ -70,9 +70,12 @@ def run_ranks(
     sequences: Sequence[NDArray[np.int32]],
     steps: Sequence[Mapping[int, int]],
     scratch: Path,
+    options: Sequence[Mapping[str, object]] | None = None,
 ) -> list[list[list[NDArray[np.float32]]]]:
-    """`TorchPagedModel.run` of each checkpoint on `size` processes: logits by rank, checkpoint, sequence."""
-    arguments = (size, [str(folder) for folder in folders], list(sequences), list(steps), str(scratch))
+    """`TorchPagedModel.run` of each checkpoint on `size` processes: logits by rank, checkpoint, sequence. `options`: of
+    the model of each checkpoint."""
+    models = [(str(folder), dict(more)) for folder, more in zip(folders, options or [{}] * len(folders), strict=True)]
+    arguments = (size, models, list(sequences), list(steps), str(scratch))
     torch.multiprocessing.spawn(_run_rank, arguments, nprocs=size)
     return [torch.load(scratch / f"logits_{rank}", weights_only=False) for rank in range(size)]
 
@@ -80,7 +83,7 @@ def run_ranks(
 def _run_rank(
     rank: int,
     size: int,
-    folders: list[str],
+    models: list[tuple[str, dict[str, object]]],
     sequences: list[NDArray[np.int32]],
     steps: list[Mapping[int, int]],
     scratch: str,
@@ -90,7 +93,7 @@ def _run_rank(
     world = torch.distributed.group.WORLD
     assert world is not None
     parallel = DistributedTensorParallel(world, world)
-    models = (TorchPagedModel(Path(folder), parallel=parallel) for folder in folders)
-    found = [model.run(sequences, steps) for model in models]
+    loaded = (TorchPagedModel(Path(folder), parallel=parallel, **options) for folder, options in models)
+    found = [model.run(sequences, steps) for model in loaded]
     torch.save(found, Path(scratch) / f"logits_{rank}")
     torch.distributed.destroy_process_group()

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from helpers.small_configs import small_config
 
-from sglang_jax.architectures.kinds.recurrent import ShortConvConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.recurrent import Mamba2Config, ShortConvConfig
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.determinism import refuse_with_determinism
+from sglang_jax.runner.determinism import refuse_with_determinism, shards_of
 
 
 def config(**options: Any) -> EngineConfig:
@@ -34,3 +35,38 @@ def test_what_rounds_by_the_step_is_refused() -> None:
     refuse_with_determinism(config(**in_bfloat16), small_config())
     refuse_with_determinism(config(), with_states())
     refuse_with_determinism(config(**in_bfloat16, enable_deterministic_inference=False), with_states())
+
+
+def mamba2(groups: int) -> ModelConfig:
+    model = small_config(num_heads=8, num_kv_heads=2, intermediate_size=96)
+    recurrent = Mamba2Config(
+        num_heads=8, head_dim=8, state_size=4, num_groups=1, width=3, norm=NormConfig(eps=1e-5), norm_groups=groups
+    )
+    return replace(model, layers=(replace(model.layers[0], mixer=recurrent), *model.layers[1:]))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (small_config(num_heads=8, num_kv_heads=2, intermediate_size=96), 8),
+        (small_config(num_heads=8, num_kv_heads=2, intermediate_size=100), 4),
+        (small_config(num_heads=9, num_kv_heads=3, intermediate_size=96), 3),
+        (small_config(num_heads=5, num_kv_heads=1, intermediate_size=96), None),
+        (mamba2(8), 8),
+        (mamba2(2), 2),
+        (mamba2(1), None),
+    ],
+)
+def test_every_shard_is_computed_without_the_others(model: ModelConfig, expected: int | None) -> None:
+    assert shards_of(config(deterministic="tp"), [model]) == expected
+    assert shards_of(config(deterministic="batch", tp_size=3), [model]) is None
+    with pytest.raises(ConfigError, match=f"in {expected or 1} shards, got tp_size 6: choose one of 1"):
+        shards_of(config(deterministic="tp", tp_size=6), [model])
+
+
+def test_a_draft_model_has_as_many_shards() -> None:
+    models = [
+        small_config(num_heads=8, num_kv_heads=2, intermediate_size=96),
+        small_config(num_heads=4, num_kv_heads=4),
+    ]
+    assert shards_of(config(deterministic="tp"), models) == 4

@@ -142,7 +142,11 @@ def test_two_processes_compute_what_one_does_and_transformers(tmp_path: Path) ->
         make_quantised_checkpoint(folders[0], name, kind)
     cases, one_process = [("", {})] * 2 + cases, [("", {})] * 2 + one_process
     sequences = prompts()[:3]
-    ranks = run_ranks(folders, 2, sequences, STEPS, tmp_path)
+    # Once more in four shards, whose logits are the same bits with one process.
+    folders, options = [*folders, folders[3]], [{}] * len(folders) + [{"fixed": True, "num_shards": 4}]
+    ranks = run_ranks(folders, 2, sequences, STEPS, tmp_path, options)
+    in_shards = TorchPagedModel(folders[-1], **options[-1]).run(sequences, STEPS)
+    assert all(np.array_equal(*both) for found in ranks for both in zip(found[-1], in_shards, strict=True))
     for number, (architecture, changes) in enumerate(cases):
         if number < len(one_process):
             expected, tolerance = TorchPagedModel(folders[number]).run(sequences, STEPS), 1e-5
@@ -160,11 +164,11 @@ def test_shards_make_up_the_whole(size: int) -> None:
     parts = [load(CONFIG, rank, size)[0] for rank in range(size)]
     layer, layers = whole.decoder_layers[1], [part.decoder_layers[1] for part in parts]
 
-    vocabulary = torch.cat([part.embedding.weight for part in parts])
-    assert torch.equal(vocabulary[:97], whole.embedding.weight)
+    vocabulary = torch.cat([part.embeddings[0].weight for part in parts])
+    assert torch.equal(vocabulary[:97], whole.embeddings[0].weight)
     assert not vocabulary[97:].any()
-    heads = torch.cat([part.head.linear.matrix.weight for part in parts])
-    assert torch.equal(heads[:97], whole.head.linear.matrix.weight)
+    heads = torch.cat([part.head.linears[0].matrix.weight for part in parts])
+    assert torch.equal(heads[:97], whole.head.linears[0].matrix.weight)
 
     for value, values in (
         (layer.attention.output.matrix.weight, [part.attention.output.matrix.weight for part in layers]),

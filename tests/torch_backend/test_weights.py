@@ -62,8 +62,8 @@ def test_values_are_rounded_to_the_models_dtype(stored: str, dtype: torch.dtype,
     biases = [state[f"{prefix}.self_attn.{name}_proj.bias"] for name in "qkv"]
     gate_up = [state[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     for found, expected in (
-        (model.embedding.weight, state["model.embed_tokens.weight"]),
-        (model.head.linear.matrix.weight, state["lm_head.weight"]),
+        (model.embeddings[0].weight, state["model.embed_tokens.weight"]),
+        (model.head.linears[0].matrix.weight, state["lm_head.weight"]),
         (model.final_norm.weight, state["model.norm.weight"]),
         (layer.attention_norm.weight, state[f"{prefix}.input_layernorm.weight"]),
         (layer.attention.qkv.matrix.weight, torch.cat(fused)),
@@ -136,7 +136,7 @@ class TestPacking:
         model = build(config)
         load_weights(model, reader, config)
         held = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and not parameter.is_meta}
-        assert held == {"embedding.weight"}
+        assert held == {"embeddings_of_shards.0.weight"}
         assert [module.weight.is_meta for module in model.modules() if isinstance(module, PlainMatrix)].count(
             False
         ) == tied

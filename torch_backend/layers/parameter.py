@@ -9,6 +9,7 @@ from torch import nn
 
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
+from torch_backend.layers.shard import ModelShard
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
@@ -32,10 +33,12 @@ class ParameterSource:
 
 
 class Loadable(nn.Module):
-    """A module that declares its parameters' parts, from which loaders know what to read."""
+    """A module that declares its parameters' parts, from which loaders know what to read. `shard`: which part of the
+    model its parameters are of; None for that of the model."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.shard: ModelShard | None = None
         self.sources: dict[str, ParameterSource] = {}
 
     def declare(

@@ -27,7 +27,7 @@ class PartOptions:
     """Options of all parts of a model, of which a rank has its `shard`. `dtype`: of weights; `encodings`: how matrices
     are stored; `block_matrices`: kernels for matrices in GGUF blocks; `layer`: the part's, None for parts of the whole
     model; `each`: how functions of elements are applied; `fixed`: a token's result must not depend on the other tokens
-    of the step."""
+    of the step. `shards`: those that the process computes one by one, if it has several."""
 
     hidden_size: int
     shard: ModelShard
@@ -39,6 +39,7 @@ class PartOptions:
     layer: int | None = None
     each: Apply = directly
     fixed: bool = False
+    shards: tuple[ModelShard, ...] = ()
 
     def encoding_of(self, *parts: Part) -> Encoding | None:
         """How the matrices of some parts are stored: None for plain values, and if they differ."""

@@ -44,6 +44,10 @@ class ModelShard:
             array if array.heads is None else replace(array, heads=len(self.kv_heads(array.heads))) for array in arrays
         )
 
+    def heads_of_pages(self, arrays: Iterable[CachedArray]) -> tuple[range | None, ...]:
+        """Whose heads' cached arrays the shard has; shards with the same ones have pages of equal content."""
+        return tuple(None if array.heads is None else self.kv_heads(array.heads) for array in arrays)
+
     def intermediate(self, length: int) -> range:
         return _part(length, self.rank, self.size)
 
@@ -72,6 +76,12 @@ class ModelShard:
             case Axis.VOCABULARY:
                 return self.vocabulary
         return range(length)
+
+    @classmethod
+    def of_rank(cls, config: ModelConfig, rank: int, ranks: int, shards: int | None = None) -> tuple[ModelShard, ...]:
+        """The shards of one of several processes: one, or an equal number of adjacent ones, of `shards` in all."""
+        own = 1 if shards is None else shards // ranks
+        return tuple(cls.of(config, rank * own + number, ranks * own) for number in range(own))
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:

@@ -14,6 +14,7 @@ from torch_backend.layers.kinds import build_part
 from torch_backend.layers.norm import Norm, add_without_norm
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerPart, LayerStep, PartOptions
+from torch_backend.layers.shards import OneShard, PartInShards
 
 
 class DecoderLayer(Loadable):
@@ -32,7 +33,14 @@ class DecoderLayer(Loadable):
             return Norm(options.hidden_size, of, part, dtype=options.dtype, operations=options.operations)
 
         def built(part: object | None) -> LayerPart | None:
-            return None if part is None else build_part(part, options, number)
+            if part is None:
+                return None
+            if not options.shards:
+                return build_part(part, options, number)
+            alone = [
+                replace(options, shard=shard, parallel=OneShard(shard.rank, shard.size)) for shard in options.shards
+            ]
+            return PartInShards([build_part(part, each, number) for each in alone], options.shards)
 
         self.config = config
         self.attention_norm = norm(config.mixer_norms.pre, Part.ATTENTION_NORM)

@@ -29,6 +29,7 @@ from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
 from torch_backend.layers.row_tiles import TILE_ROWS
 from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.shards import TreeSums, of_shard
 from torch_backend.models.decoder_layer import DecoderLayer
 from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
@@ -38,36 +39,39 @@ from torch_backend.rotary import NoRotation, RotaryTables
 
 
 class Embedding(Loadable):
-    """Rows of a table `[vocab, hidden]`, of which each rank holds a range."""
+    """Rows of a table `[vocab, hidden]`, of which each shard has a range."""
 
-    def __init__(self, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel) -> None:
+    def __init__(self, hidden_size: int, shard: ModelShard, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = self.declare("weight", (shard.vocabulary_rows, hidden_size), dtype, Part.EMBEDDING)
-        self._first = shard.vocabulary.start
-        self._parallel = parallel
+        self.shard = shard
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int32 `[T]`, all within the vocabulary → `[T, hidden]`."""
-        if self._parallel.size == 1:
+        """int32 `[T]`, all within the vocabulary → this shard's part of `[T, hidden]`, to be summed over shards."""
+        assert self.shard is not None
+        if self.shard.size == 1:
             return functional.embedding(tokens, self.weight)
-        rows = tokens - self._first
+        rows = tokens - self.shard.vocabulary.start
         elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
         found = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return self._parallel.all_reduce(found.masked_fill(elsewhere[:, None], 0))
+        return found.masked_fill(elsewhere[:, None], 0)
 
 
 class Head(nn.Module):
-    """Logits by a matrix `[vocab, hidden]`; each rank computes those of its rows."""
+    """Logits by a matrix `[vocab, hidden]`; each rank computes those of the rows of its shards."""
 
-    def __init__(self, vocab_size: int, options: PartOptions) -> None:
+    def __init__(self, vocab_size: int, options: PartOptions, shards: Sequence[ModelShard]) -> None:
         super().__init__()
-        self.linear = Linear(options.hidden_size, options.shard.vocabulary_rows, (Part.HEAD,), options)
+        hidden, parts = options.hidden_size, (Part.HEAD,)
+        self.linears = tuple(Linear(hidden, shard.vocabulary_rows, parts, options) for shard in shards)
+        self.modules_of_shards = nn.ModuleList(map(of_shard, self.linears, shards))
         self._vocab_size = vocab_size
         self._parallel = options.parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[m, hidden]` → float32 `[m, vocab]`, on every rank."""
-        return self._parallel.all_gather_last(self.linear(hidden))[:, : self._vocab_size].float()
+        own = torch.cat([linear(hidden) for linear in self.linears], dim=-1)
+        return self._parallel.all_gather_last(own)[:, : self._vocab_size].float()
 
 
 class Transformer(nn.Module):
@@ -86,16 +90,21 @@ class Transformer(nn.Module):
         encodings: Encodings = all_plain,
         block_matrices: BlockMatrices | None = None,
         fixed: bool = False,
+        num_shards: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.fixed = fixed
-        self.shard = ModelShard.of(config, parallel.rank, parallel.size)
-        self.device = device
-        self.embedding = Embedding(config.hidden_size, self.shard, dtype=dtype, parallel=parallel)
+        self.shards = ModelShard.of_rank(config, parallel.rank, parallel.size, num_shards)
+        self.device, self.dtype = device, dtype
+        self.embeddings = tuple(Embedding(config.hidden_size, shard, dtype) for shard in self.shards)
+        self.embeddings_of_shards = nn.ModuleList(self.embeddings)
+        if num_shards is not None:
+            parallel = TreeSums(parallel)
         options = PartOptions(
             hidden_size=config.hidden_size,
-            shard=self.shard,
+            shard=self.shards[0],
+            shards=self.shards if num_shards is not None else (),
             dtype=dtype,
             operations=operations,
             parallel=parallel,
@@ -109,7 +118,7 @@ class Transformer(nn.Module):
         self.final_norm = Norm(
             config.hidden_size, config.final_norm, Part.FINAL_NORM, dtype=dtype, operations=operations
         )
-        self.head = Head(config.vocab_size, options)
+        self.head = Head(config.vocab_size, options, self.shards)
         self.tied = config.tie_word_embeddings
         if self.tied:
             self.tie()
@@ -128,12 +137,13 @@ class Transformer(nn.Module):
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._attention = attention
         self._states = states
+        self._parallel, self._in_shards = parallel, num_shards is not None
 
     def tie(self) -> None:
         """Makes the embeddings the head, too, with their present values."""
-        matrix = self.head.linear.matrix
-        assert isinstance(matrix, PlainMatrix), "embeddings are plain"
-        matrix.weight = self.embedding.weight
+        for linear, embedding in zip(self.head.linears, self.embeddings, strict=True):
+            assert isinstance(linear.matrix, PlainMatrix), "embeddings are plain"
+            linear.matrix.weight = embedding.weight
 
     @property
     def layers_with_sinks(self) -> tuple[int, ...]:
@@ -152,7 +162,8 @@ class Transformer(nn.Module):
             for rope, group in self._steps
         ]
         steps.append(LayerStep(batch, None, states))
-        x: torch.Tensor = self.embedding(batch.tokens)
+        found = [embedding(batch.tokens) for embedding in self.embeddings]
+        x = self._parallel.all_reduce(torch.stack(found) if self._in_shards else found[0])
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         residual = None
@@ -175,7 +186,7 @@ class Transformer(nn.Module):
         freed = FreedMemory()
         for module in self.modules():
             if isinstance(module, Linear):
-                module.repack(layout, keep_plain=self.tied and module is self.head.linear)
+                module.repack(layout, keep_plain=self.tied and module in self.head.linears)
                 freed.add(sum(each.nbytes for each in module.matrix.parameters()))
         freed.give_back()
 
@@ -211,12 +222,14 @@ def build_model(
     encodings: Encodings = all_plain,
     block_matrices: BlockMatrices | None = None,
     fixed: bool = False,
+    num_shards: int | None = None,
 ) -> Transformer:
     """A model without values, until `weights.load_weights` fills it; each rank of `parallel` holds its shard. `states`:
     the kernels of recurrent layers, torch operations by default; `encodings`: how each matrix is stored, by default as
     plain numbers; `block_matrices`: makes the matrices that stay in blocks; `fixed`: a token's results must not depend
-    on the other tokens of a step (see `Transformer.fix_rows`, to be called once loaded). Raises `ConfigError` if the
-    model cannot be sharded over this number of ranks."""
+    on the other tokens of a step (see `Transformer.fix_rows`, to be called once loaded); `num_shards`: of all ranks,
+    whose sums do not depend on the number of ranks (see `TreeSums`), None for one shard on each rank. Raises
+    `ConfigError` if the model cannot be divided into this number of shards."""
     return Transformer(
         config,
         dtype=dtype,
@@ -228,4 +241,5 @@ def build_model(
         encodings=encodings,
         block_matrices=block_matrices,
         fixed=fixed,
+        num_shards=num_shards,
     )
