@@ -25,6 +25,7 @@ from sglang_jax.jax_runner.building import (
     kv_dtype_of,
     memory_of_one_device,
     mixed_shapes,
+    shards_on_jax,
     state_dtypes_of,
 )
 from sglang_jax.jax_runner.builds import Executable
@@ -132,7 +133,8 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
         )
     refuse_with_states(options, request.model)
     refuse_with_latents(options, request.model)
-    parallel = TensorParallel.of(request.model, options.tp_size)
+    num_shards = shards_on_jax(options, [request.model])
+    parallel = TensorParallel.of(request.model, options.tp_size, num_shards)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])
     kv_dtype = kv_dtype_of(options, dtype)
@@ -143,13 +145,22 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
         platform=_PLATFORM,
         kv_dtype=kv_dtype,
         encodings=request.encodings.get,
+        num_shards=num_shards,
     )
     states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
     sizes = choose_sizes(options, parallel.config.default_context, memory, parallel.config.longest_context)
     spec = runner_spec(options, request.model, memory, sizes, mixed_shapes(options, sizes))
     pages = pages_in_memory(memory, sizes)
-    cache = kv_cache_spec(parallel.config, kv_dtype, pages, options.page_size, platform=_PLATFORM, state_dtypes=states)
+    cache = kv_cache_spec(
+        parallel.config,
+        kv_dtype,
+        pages,
+        options.page_size,
+        platform=_PLATFORM,
+        state_dtypes=states,
+        shards_on_device=parallel.shards_on_device,
+    )
     programs = programs_of(model, parallel, cache, spec, options, mesh)
     buckets = programs.buckets
     builders = programs.builders()

@@ -108,6 +108,11 @@ class LayerConfig:
         found: tuple[LayerPart | None, ...] = (self.attention, self.recurrent, self.feed_forward)
         return tuple(part for part in found if part is not None)
 
+    @property
+    def caches_heads(self) -> bool:
+        """Whether it caches arrays of heads, which are sharded, and not latent vectors."""
+        return self.attention is not None and all(array.heads is not None for array in self.attention.cached)
+
     def sharded(self, size: int) -> LayerConfig:
         """The layer as it is built for `size` devices. Raises `ConfigError` if they cannot share it."""
         mixer = None if self.mixer is None else self.mixer.sharded(size)
