@@ -24,6 +24,7 @@ from sglang_jax.cli.options import one_model, option_by_all_names
 from sglang_jax.cli.result_file import check_result_file, writing
 from sglang_jax.config import (
     AttentionBackend,
+    Deterministic,
     Device,
     Dtype,
     EngineConfig,
@@ -114,6 +115,13 @@ DOES_NOT_FIT = 1
 )
 @click.option(
     "--enable-deterministic-inference", is_flag=True, help="compile for results that do not depend on the step"
+)
+@click.option(
+    "--deterministic",
+    default=Deterministic.NONE.value,
+    show_default=True,
+    type=click.Choice([level.value for level in Deterministic]),
+    help="tp: compile for results that do not depend on the number of devices either",
 )
 @click.option(
     "--all", "everything", is_flag=True, help="compile every program, not only the largest and smallest steps"
