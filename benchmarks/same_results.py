@@ -5,8 +5,8 @@ with each value of `--deterministic`.
 
 Each prompt is completed with 16 greedy tokens in an empty cache, one prompt after the other: the results that others
 are compared with. Then all at once; again, with the prompts cached; in chunks of 16 tokens; all at once with a
-retraction every third step; with guessed tokens; and with 3 devices, or processes. A cell has the number of prompts whose text is the same, and of
-those whose logprobs are the same bits.
+retraction every third step; with guessed tokens; and with 3 devices, or processes. A cell has the number of prompts
+whose text is the same, and of those whose logprobs are the same bits.
 """
 
 from __future__ import annotations
