@@ -1,6 +1,7 @@
-"""What `--enable-deterministic-inference` costs with the embedded model on a CPU.
+"""What `--deterministic` costs with the embedded model on a CPU.
 
-    python benchmarks/deterministic.py [--json FILE] [--backend torch jax] [--dtype float32 bfloat16] [--repeats N]
+    python benchmarks/deterministic.py [--json FILE] [--backend torch jax] [--dtype float32 bfloat16] [--level batch]
+        [--repeats N]
 
 Two engines, with and without the option, are in this process and alternate, each first in every other turn. "batch"
 rows: output tokens per second of that number of requests at once (prompts and outputs of `decode_cpu.py`); "prompt"
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--backend", nargs="+", default=["torch", "jax"])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--level", choices=["batch", "tp"], default="batch", help="of --deterministic")
     parser.add_argument("--repeats", type=int, default=4, help="turns that count")
     arguments = parser.parse_args()
     rows = []
@@ -69,7 +71,7 @@ def main() -> None:
         for dtype in arguments.dtype:
             common = {"model_path": "demo", "backend": backend, "device": "cpu", "dtype": dtype}
             common |= {"context_length": 1024, "debug_memory": False}
-            with Engine(**common) as plain, Engine(**common, enable_deterministic_inference=True) as fixed:
+            with Engine(**common) as plain, Engine(**common, deterministic=arguments.level) as fixed:
                 works = {f"batch {batch}": decode(batch) for batch in arguments.batch} | {"prompt": read_prompt}
                 for name, work in works.items():
                     found = list(turns((plain, fixed), work, arguments.repeats))
@@ -84,7 +86,7 @@ def main() -> None:
                             "share by CPU time": statistics.median(ours[1] / theirs[1] for theirs, ours in found),
                         }
                     )
-    report("The demo with and without --enable-deterministic-inference", rows, arguments.json)
+    report(f"The demo with and without --deterministic {arguments.level}", rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ import numpy as np
 from faults import Server
 from machine import format_table, report
 
-from sglang_jax.cli.bench.load import Api, GenerateDialogue, Target, open_client, send
+from sglang_jax.cli.bench.load import Api, GenerateDialogue, Target, send
 from sglang_jax.cli.bench.metrics import RequestRecord
 from sglang_jax.cli.bench.workloads import Turn
+from sglang_jax.cli.server_client import open_client
 
 DECODING = 4
 SHORT = 20

@@ -1,17 +1,18 @@
-"""Whether a request's results depend on what else runs: the embedded model on a CPU, with and without
-`--enable-deterministic-inference`.
+"""Whether a request's results depend on what else runs, and on the number of devices: the embedded model on a CPU,
+with each value of `--deterministic`.
 
     python benchmarks/same_results.py [--json FILE] [--backend torch jax] [--dtype float32 bfloat16] [--prompts 8]
 
 Each prompt is completed with 16 greedy tokens in an empty cache, one prompt after the other: the results that others
 are compared with. Then all at once; again, with the prompts cached; in chunks of 16 tokens; all at once with a
-retraction every third step; and with guessed tokens. A cell has the number of prompts whose text is the same, and of
-those whose logprobs are the same bits.
+retraction every third step; with guessed tokens; and with 3 devices, or processes. A cell has the number of prompts
+whose text is the same, and of those whose logprobs are the same bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ from machine import report
 from sglang_jax import Engine, SamplingParams
 
 TOKENS = 16
+DEVICES = 3
+"""A number of devices that the embedded model can be divided into."""
+
 WORDS = [
     "the",
     "of",
@@ -53,6 +57,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "in chunks of 16": ({"chunked_prefill_size": 16}, False),
     "retracted": ({"test_retract": 3}, True),
     "with guesses": ({"speculative_algorithm": "ngram"}, True),
+    "with 3 devices": ({"tp_size": DEVICES}, False),
 }
 """Options of the engine, and whether all prompts run at once."""
 
@@ -92,16 +97,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--backend", nargs="+", default=["torch", "jax"])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--deterministic", nargs="+", choices=["no", "yes"], default=["no", "yes"])
+    levels = ["none", "batch", "tp"]
+    parser.add_argument("--deterministic", nargs="+", choices=levels, default=levels)
     parser.add_argument("--prompts", type=int, default=8)
     arguments = parser.parse_args()
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {os.environ.get('XLA_FLAGS', '')}"
     texts, rows = prompts(arguments.prompts), []
     for backend in arguments.backend:
         for dtype in arguments.dtype:
             for wanted in arguments.deterministic:
                 common = {"model_path": "demo", "backend": backend, "device": "cpu", "dtype": dtype}
                 common |= {"context_length": 1024, "skip_warmup": True, "debug_memory": False}
-                common["enable_deterministic_inference"] = wanted == "yes"
+                common["deterministic"] = wanted
                 named = {"backend": backend, "dtype": dtype, "deterministic": wanted}
                 rows.append(named | compare(common, texts))
                 print(rows[-1], flush=True)

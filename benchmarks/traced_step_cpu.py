@@ -1,9 +1,11 @@
 """A decode step of a traced model next to our own on a CPU, in processor time of one thread: SmolLM2's layers, six.
 
-    python benchmarks/traced_step_cpu.py [--layers 6] [--rows 1 8 32] [--json FILE]
+    python benchmarks/traced_step_cpu.py [--layers 6] [--rows 1 8 32] [--steps N] [--passes] [--json FILE]
 
-Random weights, bfloat16, 128 keys a row, with logits. The two take turns, step by step, each first in every other
-turn; medians of processor time, which other work on the machine changes little. `traced_cpu.py` compares whole engines.
+Random weights, bfloat16, 128 keys a row, with logits. The models take turns, step by step, in an order that changes
+with each turn; medians of processor time, which other work on the machine changes little. `--passes`: how long a traced
+step takes without a pass, for each pass that can be left out, and without all of them. `traced_cpu.py` compares whole
+engines.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,7 +22,7 @@ import torch
 from machine import report
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.config import EngineConfig, LoadFormat, ModelImpl
+from sglang_jax.config import ALWAYS_RUN, CompilePass, EngineConfig, LoadFormat, ModelImpl
 from torch_backend.batch import ForwardBatch
 from torch_backend.compilation.building import build_traced
 from torch_backend.cpu_trial import CpuForm
@@ -30,8 +33,11 @@ from torch_backend.loading import PagedTransformer
 from torch_backend.models import build_model
 from torch_backend.weights import load_weights
 
-PAGE, KEYS, STEPS, FIRST = 16, 128, 60, 10
+PAGE, KEYS, FIRST = 16, 128, 10
 CPU = torch.device("cpu")
+KEPT = ALWAYS_RUN | {CompilePass.ALL_REDUCE_ADD_NORM}
+"""Passes that are not left out: those that always run, and the one that needs ranks."""
+
 SIZES = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -49,9 +55,9 @@ SIZES = {
 }
 
 
-def load(folder: str, impl: ModelImpl, rows: int) -> PagedTransformer:
+def load(folder: str, impl: ModelImpl, rows: int, passes: str = "all") -> PagedTransformer:
     """The model with pages for `rows` rows."""
-    config = EngineConfig(model_path=folder)
+    config = EngineConfig(model_path=folder, compile_passes=passes)
     checkpoint = open_checkpoint(folder, LoadFormat.DUMMY, model_impl=impl)
     model_config, dtype = checkpoint.config, torch.bfloat16
     form = CpuForm(dtype, dtype, ModelShard.of(model_config, 0, 1).head_forms(model_config))
@@ -82,17 +88,42 @@ def decode_step(rows: int) -> ForwardBatch:
     )
 
 
-def compare(models: tuple[PagedTransformer, PagedTransformer], rows: int) -> dict[str, float]:
-    """Medians of a step of each."""
+def measure(models: Mapping[str, PagedTransformer], rows: int, steps: int) -> dict[str, float]:
+    """Medians of a step of each, in ms."""
     batch = decode_step(rows)
-    times: tuple[list[float], list[float]] = ([], [])
-    for step in range(STEPS):
-        for which in (0, 1) if step % 2 else (1, 0):
+    times: dict[str, list[float]] = {name: [] for name in models}
+    names = list(models)
+    for step in range(FIRST + steps):
+        first = step % len(names)
+        for name in names[first:] + names[:first]:
             begin = time.process_time()
-            models[which].logits(models[which].forward(batch))
-            times[which].append(1e3 * (time.process_time() - begin))
-    own, traced = (statistics.median(each[FIRST:]) for each in times)
-    return {"rows": rows, "own CPU ms": own, "traced CPU ms": traced, "share": own / traced, "target": 0.9}
+            models[name].logits(models[name].forward(batch))
+            times[name].append(1e3 * (time.process_time() - begin))
+    return {name: statistics.median(each[FIRST:]) for name, each in times.items()}
+
+
+def compare(folder: str, rows: list[int], steps: int) -> list[dict[str, object]]:
+    """The traced model next to our own."""
+    own, traced = (load(folder, impl, max(rows)) for impl in (ModelImpl.NATIVE, ModelImpl.TRANSFORMERS))
+    found = {count: measure({"own": own, "traced": traced}, count, steps) for count in rows}
+    return [
+        {"rows": count, "own CPU ms": one["own"], "traced CPU ms": one["traced"],
+         "share": one["own"] / one["traced"], "target": 0.9}
+        for count, one in found.items()
+    ]  # fmt: skip
+
+
+def leave_out(folder: str, rows: list[int], steps: int) -> list[dict[str, object]]:
+    """The traced model without each pass, relative to all passes."""
+    names = [one for one in CompilePass if one not in KEPT]
+    chosen = {"": "all", **{name: ",".join({*names} - {name}) for name in names}, "all": "none"}
+    models = {left: load(folder, ModelImpl.TRANSFORMERS, max(rows), passes) for left, passes in chosen.items()}
+    found = {count: measure(models, count, steps) for count in rows}
+    return [
+        {"left out": left, **{f"{count} rows, ms": found[count][left] for count in rows},
+         **{f"{count} rows, times": found[count][left] / found[count][""] for count in rows}}
+        for left in models
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -100,14 +131,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=50, help="of each model, after the first ten")
+    parser.add_argument("--passes", action="store_true", help="leave out passes instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, torch.inference_mode():
         Path(folder, "config.json").write_text(json.dumps(SIZES | {"num_hidden_layers": arguments.layers}))
-        both = tuple(load(folder, impl, max(arguments.rows)) for impl in (ModelImpl.NATIVE, ModelImpl.TRANSFORMERS))
-        with torch.inference_mode():
-            found = [compare((both[0], both[1]), rows) for rows in arguments.rows]
-    report(f"A decode step of {arguments.layers} layers, traced and our own", found, arguments.json)
+        found = (leave_out if arguments.passes else compare)(folder, arguments.rows, arguments.steps)
+    title = "traced without a pass" if arguments.passes else "traced and our own"
+    report(f"A decode step of {arguments.layers} layers, {title}", found, arguments.json)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ PROOFS = (
     smoke("decode_cpu", "--batch 1 8"),
     smoke("experts_cpu", "--shape tiny --batch 1 --turns 1"),
     smoke("deterministic", "--backend torch --dtype float32 --batch 1 --repeats 1"),
-    smoke("same_results", "--backend torch --dtype float32 --deterministic yes --prompts 2"),
+    smoke("same_results", "--backend torch --dtype float32 --deterministic tp --prompts 2"),
     smoke("fair_prefill_http", "--backend torch --seconds 10 --long 1000"),
     smoke("faults", "'engine killed'"),
     smoke("hybrid_second_prompt", "--chunk 512 --repeats 1"),

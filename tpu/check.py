@@ -21,8 +21,10 @@ from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import one_model, option_by_all_names
+from sglang_jax.cli.result_file import check_result_file, writing
 from sglang_jax.config import (
     AttentionBackend,
+    Deterministic,
     Device,
     Dtype,
     EngineConfig,
@@ -115,6 +117,13 @@ DOES_NOT_FIT = 1
     "--enable-deterministic-inference", is_flag=True, help="compile for results that do not depend on the step"
 )
 @click.option(
+    "--deterministic",
+    default=Deterministic.NONE.value,
+    show_default=True,
+    type=click.Choice([level.value for level in Deterministic]),
+    help="tp: compile for results that do not depend on the number of devices either",
+)
+@click.option(
     "--all", "everything", is_flag=True, help="compile every program, not only the largest and smallest steps"
 )
 @click.option(
@@ -150,6 +159,7 @@ def check(
     model, tp = one_model(model, model_path), tp_size
     if model is None:
         raise click.UsageError("no model is given: name one, as in `check qwen3-8b --topology v6e-1`")
+    check_result_file(json_file, "--json")
     require_compiler()
     if everything and quick:
         raise click.UsageError("give only one of --all and --quick")
@@ -178,7 +188,8 @@ def check(
         )
     click.echo("\n".join(render(report)))
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        with writing(json_file, "--json"):
+            json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     kept = request.options.compilation_cache_dir is None or _report_cache(request.options, found)
     return 0 if report.problem is None and kept else DOES_NOT_FIT
 

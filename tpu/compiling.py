@@ -25,7 +25,7 @@ from sglang_jax.jax_runner.building import (
     kv_dtype_of,
     memory_of_one_device,
     mixed_shapes,
-    refuse_sums_over_devices,
+    shards_on_jax,
     state_dtypes_of,
 )
 from sglang_jax.jax_runner.builds import Executable
@@ -133,10 +133,10 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
             "separately"
         )
     refuse_with_determinism(options, request.model)
-    refuse_sums_over_devices(options)
     refuse_with_states(options, request.model)
     refuse_with_latents(options, request.model)
-    parallel = TensorParallel.of(request.model, options.tp_size)
+    num_shards = shards_on_jax(options, [request.model])
+    parallel = TensorParallel.of(request.model, options.tp_size, num_shards)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])
     kv_dtype = kv_dtype_of(options, dtype)
@@ -147,13 +147,22 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
         platform=_PLATFORM,
         kv_dtype=kv_dtype,
         encodings=request.encodings.get,
+        num_shards=num_shards,
     )
     states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
     sizes = choose_sizes(options, parallel.config.default_context, memory, parallel.config.longest_context)
     spec = runner_spec(options, request.model, memory, sizes, mixed_shapes(options, sizes))
     pages = pages_in_memory(memory, sizes)
-    cache = kv_cache_spec(parallel.config, kv_dtype, pages, options.page_size, platform=_PLATFORM, state_dtypes=states)
+    cache = kv_cache_spec(
+        parallel.config,
+        kv_dtype,
+        pages,
+        options.page_size,
+        platform=_PLATFORM,
+        state_dtypes=states,
+        shards_on_device=parallel.shards_on_device,
+    )
     programs = programs_of(model, parallel, cache, spec, options, mesh)
     buckets = programs.buckets
     builders = programs.builders()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -107,11 +108,29 @@ class LayerConfig:
         found: tuple[LayerPart | None, ...] = (self.attention, self.recurrent, self.feed_forward)
         return tuple(part for part in found if part is not None)
 
+    @property
+    def caches_heads(self) -> bool:
+        """Whether it caches arrays of heads, which are sharded, and not latent vectors."""
+        return self.attention is not None and all(array.heads is not None for array in self.attention.cached)
+
     def sharded(self, size: int) -> LayerConfig:
         """The layer as it is built for `size` devices. Raises `ConfigError` if they cannot share it."""
         mixer = None if self.mixer is None else self.mixer.sharded(size)
         feed_forward = None if self.feed_forward is None else self.feed_forward.sharded(size)
         return replace(self, mixer=mixer, feed_forward=feed_forward)
+
+
+def _describe_parts(layer: LayerConfig) -> Iterator[str]:
+    match layer.attention:
+        case AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, window=window):
+            within = "" if window is None else f" in a window of {window}"
+            yield f"with {heads} heads of {head_dim} ({kv_heads} of keys){within}"
+        case LatentAttentionConfig(num_heads=heads, latent=latent):
+            yield f"with {heads} heads and latents of {latent}"
+    if layer.recurrent is not None:
+        yield "recurrent"
+    if isinstance(layer.feed_forward, ExpertsConfig):
+        yield f"with {layer.feed_forward.chosen} of {layer.feed_forward.num_experts} experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +179,13 @@ class ModelConfig:
     def feed_forward(self) -> tuple[FeedForward, ...]:
         """The feed-forward parts of all layers, in order."""
         return tuple(layer.feed_forward for layer in self.layers if layer.feed_forward is not None)
+
+    def describe(self) -> str:
+        """Returns its sizes in a line, with how many layers have each kind of part."""
+        parts = Counter(part for layer in self.layers for part in _describe_parts(layer))
+        kinds = ", ".join(f"{count} {part}" for part, count in parts.items())
+        sizes = f"{self.num_layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}"
+        return f"{self.architecture}: {sizes}; {kinds}"
 
     @property
     def longest_context(self) -> int:

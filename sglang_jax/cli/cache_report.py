@@ -8,9 +8,12 @@ from typing import Any
 
 import click
 import httpx2
+import msgspec
 
+from sglang_jax.cli.result_file import writing
 from sglang_jax.config import Environment
 from sglang_jax.errors import ConfigError
+from sglang_jax.scheduler.cache_report import CacheReport
 
 SECONDS = 30.0
 """Timeout of the server's answer, which it creates between two steps."""
@@ -20,6 +23,14 @@ MAX_NODES = 40
 
 WIDTH, ROW = 1200, 22
 """Width of the picture, and height of one level of the tree, in pixels."""
+
+
+class _ReplicaReport(CacheReport, frozen=True, kw_only=True):
+    replica: int
+
+
+class _Answer(msgspec.Struct):
+    replicas: list[_ReplicaReport]
 
 
 @click.command("cache-report", short_help="Show the contents of a server's prefix cache.")
@@ -32,10 +43,8 @@ def cache_report(url: str, api_key: str | None, svg: Path | None) -> None:
     for report in reports:
         click.echo(as_text(report))
     if svg is not None:
-        try:
+        with writing(svg, "--svg"):
             svg.write_text(as_svg(reports), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--svg {svg} cannot be written: {error}") from error
 
 
 def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
@@ -54,9 +63,10 @@ def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
         )
         raise ConfigError(f"{url} returned status {response.status_code}: {_plain(response.text[:300])}{remedy}")
     try:
-        reports: list[dict[str, Any]] = response.json()["replicas"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{url} did not return a cache report: {_plain(response.text[:300])}") from error
+        answer = msgspec.json.decode(response.content, type=_Answer)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ConfigError(f"{url} did not return a cache report: {error}: {_plain(response.text[:300])}") from error
+    reports: list[dict[str, Any]] = msgspec.to_builtins(answer)["replicas"]
     return reports
 
 

@@ -33,7 +33,12 @@ def read_json_lines(file: Path, flag: str, kind: type[Line]) -> list[Line]:
             try:
                 objects.append(kind.model_validate_json(line))
             except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"])) or "line"
-                raise ConfigError(f"{file}:{number}: {where}: {first['msg']}") from error
+                raise ConfigError(f"{file}:{number}: {first_fault(error, 'line')}") from error
     return objects
+
+
+def first_fault(error: ValidationError, whole: str) -> str:
+    """Returns the place and the message of the first fault. `whole`: the name of what was checked."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {message}"

@@ -14,10 +14,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from sglang_jax.architectures.model_config import cache_groups
+from sglang_jax.architectures.model_config import ModelConfig, cache_groups
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.config import AttentionBackend, Deterministic, EngineConfig, KVCacheDtype
+from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
 from sglang_jax.jax_runner.buckets import Buckets
@@ -39,6 +39,7 @@ from sglang_jax.models import (
 )
 from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.assembly import Models
+from sglang_jax.runner.determinism import check_divisible, shards_of
 from sglang_jax.runner.quantization import encodings_of, keeps_blocks
 from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes
 
@@ -48,7 +49,7 @@ _ATTENTION = {
     AttentionBackend.REFERENCE: AttentionImplementation.REFERENCE,
 }
 
-_MOST_DEVICES_IN_ORDER = 2
+_MOST_DEVICES_IN_ANY_ORDER = 2
 """Devices whose sum is the same in any order."""
 
 _FIXED = {
@@ -96,17 +97,20 @@ class JaxBackend:
     mesh: Mesh
     dtype: jnp.dtype
     attention: AttentionImplementation
+    num_shards: int | None
 
     @classmethod
     def choose(cls, config: EngineConfig, models: Models) -> JaxBackend:
         """Chooses the first `config.tp_size` devices of `config.device`, and dtypes and kernels for them. Raises
         `ConfigError` for options that the models or the machine do not support."""
-        for each in models.all:
-            TensorParallel.of(each.config, config.tp_size)  # refuses a model that cannot be sharded, on any machine
+        configs = [each.config for each in models.all]
+        num_shards = shards_on_jax(config, configs)
+        for each in configs:
+            TensorParallel.of(each, config.tp_size, num_shards)  # refuses what cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
-        refuse_sums_over_devices(config)
         attention = choose_attention(config, devices[0])
-        return cls(config, devices, make_mesh(devices), select_dtype(config.dtype, devices[0]), attention)
+        dtype = select_dtype(config.dtype, devices[0])
+        return cls(config, devices, make_mesh(devices), dtype, attention, num_shards)
 
     @property
     def platform(self) -> str:
@@ -133,13 +137,17 @@ class JaxBackend:
     ) -> Callable[..., Transformer]:
         return partial(
             build_model,
-            TensorParallel.of(checkpoint.config, self.config.tp_size).config,
+            self._parallel(checkpoint).config,
             dtype=self.dtype,
             attention=self.attention,
             platform=self.platform,
             kv_dtype=kv_dtype,
             encodings=encodings_of(checkpoint, quantization),
+            num_shards=self.num_shards,
         )
+
+    def _parallel(self, checkpoint: Checkpoint) -> TensorParallel:
+        return TensorParallel.of(checkpoint.config, self.config.tp_size, self.num_shards)
 
     def _unloaded(
         self,
@@ -148,8 +156,7 @@ class JaxBackend:
         kv_dtype: jnp.dtype,
         build: Callable[[], Transformer],
     ) -> UnloadedModel:
-        parallel = TensorParallel.of(checkpoint.config, self.config.tp_size)
-        return UnloadedModel(checkpoint, quantization, parallel, kv_dtype, build, build())
+        return UnloadedModel(checkpoint, quantization, self._parallel(checkpoint), kv_dtype, build, build())
 
     def available(self) -> int:
         """Free bytes of the node with the least memory, per device. Devices that are one CPU share its memory."""
@@ -175,6 +182,7 @@ class JaxBackend:
             platform=self.platform,
             state_dtypes=state_dtypes_of(self.config, self.dtype),
             count_experts=count_experts,
+            shards_on_device=model.parallel.shards_on_device,
         )
 
 
@@ -203,15 +211,21 @@ def _block_products(
     return products if keeps_blocks(needed, room) else no_blocks
 
 
-def refuse_sums_over_devices(config: EngineConfig) -> None:
-    """Raises `ConfigError` for results that must not depend on the order of sums over devices, if they would."""
-    if config.deterministic is Deterministic.TP:
-        raise ConfigError("deterministic tp needs the torch backend: choose --backend torch, or deterministic batch")
-    if config.batch_invariant and config.tp_size > _MOST_DEVICES_IN_ORDER:
-        raise ConfigError(
-            f"enable_deterministic_inference needs tp_size {_MOST_DEVICES_IN_ORDER} or less on JAX, got "
-            f"{config.tp_size}: with more devices, the order of their sums depends on a token's place"
-        )
+def shards_on_jax(config: EngineConfig, models: Sequence[ModelConfig]) -> int | None:
+    """The number of shards in which models are computed: that of `shards_of`; one for each device if the order of the
+    compiler's sums over devices could depend on a token's place; else None. Raises `ConfigError` for options that
+    shards do not support."""
+    found = shards_of(config, models)
+    if found is None and config.batch_invariant and config.tp_size > _MOST_DEVICES_IN_ANY_ORDER:
+        found = config.tp_size
+        check_divisible(models, found)
+    if found is None:
+        return None
+    if config.keep_gguf_blocks:
+        raise ConfigError("keep_gguf_blocks does not support deterministic tp on the JAX backend: remove one of them")
+    if config.kv_cache_dtype is KVCacheDtype.INT8:
+        raise ConfigError("kv_cache_dtype int8 does not support deterministic tp on the JAX backend: choose auto")
+    return found
 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
@@ -284,6 +298,7 @@ def _groups(
         platform=platform,
         state_dtypes=state_dtypes,
         devices=parallel.size,
+        shards_on_device=parallel.shards_on_device,
     )
     groups = zip(sizes, cache_groups(parallel.config), strict=True)
     return tuple(GroupMemory(group.name, size, group.kind, group.window) for size, group in groups)

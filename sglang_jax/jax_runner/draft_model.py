@@ -85,7 +85,7 @@ class DraftModel:
         def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
             return model.logits(weights[: len(weights) - self.num_weights], hidden)
 
-        return ModelFunctions(forward, logits)
+        return replace(model, forward=forward, logits=logits)
 
 
 class DraftState(NamedTuple):

@@ -65,7 +65,8 @@ class Near(NamedTuple):
         blocks = -(-vocab_size // _BLOCK)
         filled = jnp.pad(distances, ((0, 0), (0, blocks * _BLOCK - vocab_size)), constant_values=jnp.inf)
         parts = filled.reshape(lines, _BLOCK, blocks)
-        negated, found = lax.optimization_barrier(lax.top_k(-jnp.min(parts, axis=1), _NEAR_BLOCKS))
+        # A barrier for each: with one for both, XLA's compiler for several CPU devices ends the process.
+        negated, found = map(lax.optimization_barrier, lax.top_k(-jnp.min(parts, axis=1), _NEAR_BLOCKS))
         near = jnp.take_along_axis(parts, found[:, None, :], axis=2, mode="clip").reshape(lines, -1)
         tokens = found[:, None, :] + blocks * lax.broadcasted_iota(jnp.int32, (1, _BLOCK, 1), 1)
         return cls(near, tokens.reshape(lines, -1), -negated[:, -1])

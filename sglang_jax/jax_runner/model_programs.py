@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -66,6 +67,7 @@ def _placed(
     shardings."""
     model.repack(parallel.size)
     functions, weights = split_model(model)
+    functions = replace(functions, shards_on_device=parallel.shards_on_device)
     return functions, [
         jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))
         for weight, parameter in zip(weights, parameters(model), strict=True)

@@ -12,15 +12,22 @@ class TensorParallel:
     """A model over `size` devices. `config`: the model as it is built. A layer with fewer KV heads than devices gets a
     KV head per device, with neighbours that copy the same head of the checkpoint; each serves the query heads of its
     device. So do inputs that heads of a recurrent layer share (see `LayerPart.sharded`). The vocabulary is padded to a
-    multiple of the number of devices; `vocab_size` is that of the checkpoint."""
+    multiple of the number of devices; `vocab_size` is that of the checkpoint. `num_shards`: in which the model is
+    computed, an equal number on each device; None for one on each device."""
 
     config: ModelConfig
     size: int
     vocab_size: int
+    num_shards: int | None = None
+
+    @property
+    def shards_on_device(self) -> int:
+        return 1 if self.num_shards is None else self.num_shards // self.size
 
     @classmethod
-    def of(cls, config: ModelConfig, size: int) -> TensorParallel:
+    def of(cls, config: ModelConfig, size: int, num_shards: int | None = None) -> TensorParallel:
         """Shards a checkpoint's model over `size` devices. Raises `ConfigError` if that is not possible."""
-        vocabulary = -(-config.vocab_size // size) * size
-        built = replace(config.with_layers(lambda layer: layer.sharded(size)), vocab_size=vocabulary)
-        return cls(built, size, config.vocab_size)
+        parts = num_shards or size
+        vocabulary = -(-config.vocab_size // parts) * parts
+        built = replace(config.with_layers(lambda layer: layer.sharded(parts)), vocab_size=vocabulary)
+        return cls(built, size, config.vocab_size, num_shards)

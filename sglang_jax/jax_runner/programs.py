@@ -351,7 +351,7 @@ class Programs:
         shapes, known = self._state_shapes, self._state_shapes.known
         assert known is not None, "a runner that drafts"
         assert self.table.slots is not None, "a model that keeps states"
-        run = make_settle(self.dump_row, self.table.slots)
+        run = make_settle(self.dump_row, self.table.slots, self._model.shards_on_device)
         settle = jax.jit(run, donate_argnums=0, out_shardings=states_of(self._placement.kv))
         packed = _integers(2, self.dump_row)
         return settle.lower(states_of(shapes.kv), shapes.page_table, known.accepted, packed).compile()

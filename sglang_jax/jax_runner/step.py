@@ -36,11 +36,12 @@ T = TypeVar("T")
 class ModelFunctions:
     """A model as functions `forward(weights, batch, kv) -> (hidden [T, hidden], kv)` and `logits(weights, hidden [m,
     hidden]) -> float32 [m, columns]`, whose columns past the vocabulary are padding. `tile_rows`: rows of logprobs, see
-    `in_tiles`."""
+    `in_tiles`. `shards_on_device`: see `kv_cache_spec`."""
 
     forward: Callable[[Weights, ForwardBatch, KVCaches], tuple[jax.Array, KVCaches]]
     logits: Callable[[Weights, jax.Array], jax.Array]
     tile_rows: int | None = None
+    shards_on_device: int = 1
 
 
 @jax.tree_util.register_dataclass
@@ -312,10 +313,12 @@ def _logprobs_of(
     )
 
 
-def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
+def make_settle(
+    dump_row: int, slots: int, shards_on_device: int = 1
+) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
     """A function of (pools of states, donated, page table, `KnownTokens.accepted`, packed rows) to run after a step
     with drafts: it copies the state after each row's last accepted draft to the row's slot. `slots`: the page table's
-    column of slots; `packed`: see `pack_settled`."""
+    column of slots; `packed`: see `pack_settled`; `shards_on_device`: see `kv_cache_spec`."""
 
     def settle(states: list[States], page_table: jax.Array, accepted: jax.Array, packed: jax.Array) -> list[States]:
         rows, first_drafts = packed
@@ -324,8 +327,10 @@ def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array,
 
         def one(number: jax.Array, states: list[States]) -> list[States]:
             def move(pool: jax.Array) -> jax.Array:
-                state = lax.dynamic_slice_in_dim(pool, sources[number], 1)
-                return lax.dynamic_update_slice_in_dim(pool, state, own[number], 0)
+                for first in range(0, len(pool), len(pool) // shards_on_device):
+                    state = lax.dynamic_slice_in_dim(pool, first + sources[number], 1)
+                    pool = lax.dynamic_update_slice_in_dim(pool, state, first + own[number], 0)
+                return pool
 
             return jax.tree.map(move, states)
 

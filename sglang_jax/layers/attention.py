@@ -28,7 +28,7 @@ from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import Sizes, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.rotary import apply_rotary, apply_rotary_by_product
-from sglang_jax.layers.sharding import KV_AXES, partition_spec
+from sglang_jax.layers.sharding import KV_AXES, automatic_mesh, partition_spec
 
 _MAX_TOKENS_TOGETHER = 512
 """Maximum tokens of a step that normalises and rotates queries, keys and values together. By libtpu 0.0.51 for v6e,
@@ -141,8 +141,8 @@ def _norm_of(config: QKNorm | None, heads: Sizes, dtype: jnp.dtype, part: Part) 
 def with_write_plan(implementation: AttentionImplementation, batch: ForwardBatch, kv_pages: jax.Array) -> ForwardBatch:
     """A cache group's batch with the write plan that all its layers share. `kv_pages`: of one of them."""
     find = partial(plan_writes, implementation, kv_pages)
-    mesh = jax.sharding.get_abstract_mesh()
-    if implementation.for_tpu and not mesh.empty:
+    mesh = automatic_mesh()
+    if implementation.for_tpu and mesh is not None:
         whole = PartitionSpec()
         find = jax.shard_map(find, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     return replace(batch, write_plan=find(batch.write_slots))
@@ -180,8 +180,8 @@ def write_and_attend(
         attended = ragged_paged_attention(implementation, queries, kv_pages, batch, scale=scale, options=options)
         return attended, kv_pages
 
-    mesh = jax.sharding.get_abstract_mesh()
-    if not implementation.for_tpu or mesh.empty:
+    mesh = automatic_mesh()
+    if not implementation.for_tpu or mesh is None:
         return run(queries, keys, values, kv_pages, batch, options)
     heads = partition_spec((Axis.TOKENS, Axis.HEADS, Axis.HEAD_DIM))
     kv_heads, pages = partition_spec((Axis.TOKENS, Axis.KV_HEADS, Axis.HEAD_DIM)), partition_spec(KV_AXES)

@@ -20,7 +20,7 @@ from sglang_jax.layers.feed_forward import ACTIVATIONS
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.parameter import Parameter, matmul, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
-from sglang_jax.layers.sharding import partition_spec
+from sglang_jax.layers.sharding import automatic_mesh, partition_spec
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _MIN_SUM = 1e-20
@@ -174,8 +174,8 @@ def _on_each_device(
     multiply: partial[jax.Array], x: jax.Array, weights: ExpertWeights, choice: ExpertChoice
 ) -> jax.Array:
     """Runs `multiply` on each device with its shard of the columns of every expert, and sums the results."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape["tensor"] == 1:
+    mesh = automatic_mesh()
+    if mesh is None:
         return multiply(x, weights, choice)
 
     def run(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:

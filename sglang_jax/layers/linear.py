@@ -12,6 +12,7 @@ from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.layers.matrix import matrix_for
 from sglang_jax.layers.parameter import Sizes, parameter
 from sglang_jax.layers.part import PartOptions
+from sglang_jax.layers.sharding import MESH_AXIS
 
 
 class Linear(nnx.Module):
@@ -25,7 +26,8 @@ class Linear(nnx.Module):
     ) -> None:
         self.matrix = matrix_for(inputs, outputs, parts, options)
         self.bias = parameter(outputs, options.dtype, *parts, kind=ParameterKind.BIAS) if bias else None
-        self.outputs = tuple(size for _, size in outputs)
+        # A shard has fewer outputs.
+        self.outputs = tuple(size if MESH_AXIS[axis] is None else -1 for axis, size in outputs)
 
     def __call__(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """`of_outputs`: see `Matrix.multiply`."""

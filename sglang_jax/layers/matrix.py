@@ -20,7 +20,7 @@ from sglang_jax.layers.block_matrix import BlockMatrix
 from sglang_jax.layers.layout import InOutLayout, Layout
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.part import PartOptions
-from sglang_jax.layers.sharding import partition_spec
+from sglang_jax.layers.sharding import automatic_mesh, partition_spec
 
 
 class Matrix(Protocol):
@@ -77,8 +77,8 @@ class ScaledMatrix(nnx.Module):
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         x, values, scales = x.astype(self.dtype), self.values[...], self.scales[...]
-        mesh, inputs = jax.sharding.get_abstract_mesh(), partition_spec(self.input_axes)
-        if mesh.empty or mesh.shape["tensor"] == 1 or "tensor" not in inputs:
+        mesh, inputs = automatic_mesh(), partition_spec(self.input_axes)
+        if mesh is None or "tensor" not in inputs:
             return self._product(x, values, scales, of_outputs)
 
         def sums(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:

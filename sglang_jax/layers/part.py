@@ -31,6 +31,7 @@ class PartOptions:
     - `implementation`: the kernels of attention, and of recurrent states (see `kernels.states`).
     - `encodings`: how each matrix is stored. `block_products`: makes kernels for matrices in blocks.
     - `layer`: index of the part's layer, None for parts of the whole model.
+    - `num_shards`: in which layers are computed, whatever the number of devices; None for one on each device.
     """
 
     hidden_size: int
@@ -40,6 +41,7 @@ class PartOptions:
     encodings: Encodings = all_plain
     block_products: BlockProducts = no_blocks
     layer: int | None = None
+    num_shards: int | None = None
 
     def encoding_of(self, *parts: Part) -> Encoding | None:
         """The encoding of the matrices of `parts`; None for plain numbers, or if they differ."""

@@ -24,7 +24,7 @@ from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
-from sglang_jax.layers.sharding import partition_spec
+from sglang_jax.layers.sharding import automatic_mesh, partition_spec
 
 ConvolutionWeights = tuple[jax.Array, jax.Array | None]
 """A kernel `[channels, 1, width]`, and a bias `[channels]` or None."""
@@ -165,7 +165,7 @@ class Mamba2(nnx.Module):
             return outputs * gate
         if not config.norm_before_gate:
             outputs = outputs * gate
-        parts = outputs.reshape(outputs.shape[0], config.norm_groups, -1)
+        parts = outputs.reshape(outputs.shape[0], -1, config.inner // config.norm_groups)
         outputs = divide_by_rms(parts, config.norm.eps).reshape(outputs.shape) * self.norm[...]
         return outputs * gate if config.norm_before_gate else outputs
 
@@ -192,9 +192,9 @@ def _on_each_device(
 ) -> Callable[P, T]:
     """Runs `run` on each device of the mesh with its shard of the arguments, without any exchange. So channels are
     divided as on one device, and kernels run for the device's heads."""
-    if shards == 1:
+    mesh = automatic_mesh()
+    if shards == 1 or mesh is None:
         return run
-    mesh = jax.sharding.get_abstract_mesh()
     return jax.shard_map(run, mesh=mesh, in_specs=tuple(taken), out_specs=tuple(given), check_vma=False)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.recurrent import StateArray
 
 MESH_AXES = ("data", "tensor", "expert")
 
@@ -51,6 +52,18 @@ def partition_spec(axes: Sequence[Axis]) -> PartitionSpec:
 
 def named_sharding(mesh: Mesh, axes: Sequence[Axis]) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(axes))
+
+
+def spec_of_state(array: StateArray) -> PartitionSpec:
+    """The sharding of the pool `[slots, ...]` of an array of a recurrent state."""
+    return PartitionSpec(*[None] * (1 + array.sharded_axis), MESH_AXIS[Axis.STATE_HEADS])
+
+
+def automatic_mesh() -> AbstractMesh | None:
+    """The mesh of several devices over which the compiler shards operations; None on one device, without a mesh, and in
+    functions of one device (`shard_map`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.manual_axes or mesh.size == 1 else mesh
 
 
 def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, expert: int = 1) -> Mesh:

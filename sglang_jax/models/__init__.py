@@ -45,6 +45,7 @@ def build_model(
     kv_dtype: jnp.dtype | None = None,
     encodings: Encodings = all_plain,
     block_products: BlockProducts = no_blocks,
+    num_shards: int | None = None,
 ) -> Transformer:
     """A model whose parameters are only shapes until weights are loaded. `dtype`: of weights and activations, bfloat16,
     or float32 for exact float32 throughout; raises `ValueError` for another.
@@ -53,6 +54,7 @@ def build_model(
     - `kv_dtype`: of keys and values in the cache; `dtype` if None.
     - `encodings`: how each matrix is stored; by default, all are plain numbers.
     - `block_products`: makes the kernels of matrices that stay in blocks; by default, none do.
+    - `num_shards`: in which the model is computed, whatever the number of devices; None for one on each device.
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")
@@ -65,6 +67,7 @@ def build_model(
         form=form,
         encodings=encodings,
         block_products=block_products,
+        num_shards=num_shards,
     )
     check_shapes(model)
     return model

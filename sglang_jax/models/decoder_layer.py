@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -16,6 +17,7 @@ from sglang_jax.layers.kinds import build_part
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.part import LayerMemory, LayerPart, LayerStep, PartOptions
+from sglang_jax.layers.shards import Shards
 
 
 class DecoderLayer(nnx.Module):
@@ -35,6 +37,7 @@ class DecoderLayer(nnx.Module):
             return None if part is None else build_part(part, options, number)
 
         self.config = config
+        self.shards = None if options.num_shards is None else Shards(options.num_shards, options.implementation)
         self.tile_rows = options.implementation.tile_rows
         self.attention_norm = norm(config.mixer_norms.pre, Part.ATTENTION_NORM)
         self.attention = built(config.attention)
@@ -60,8 +63,7 @@ class DecoderLayer(nnx.Module):
         if self.feed_forward is None:
             x = self._to_residual(self.attention_post_norm, attended)
         elif self.config.parallel:
-            fed, memory = self._feed_forward(x, step, memory)
-            x = self._scaled(attended + fed)
+            x = self._scaled(attended)
         else:
             x = self._to_residual(self.attention_post_norm, attended)
             x, residual = self._add(self.feed_forward_norm, x, residual)
@@ -77,18 +79,26 @@ class DecoderLayer(nnx.Module):
         return x * scale, residual * scale
 
     def _mix(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """The sum of the mixers' outputs, and their memory after the step."""
-        outputs = []
-        for part in (self.attention, self.recurrent):
-            if part is not None:
-                output, memory = part(x, step, memory)
-                outputs.append(output)
-        return sum(outputs[1:], outputs[0]), memory
+        """The sum of the mixers' outputs, and that of a parallel feed-forward part, and their memory after the step."""
+        parts = [self.attention, self.recurrent, self.feed_forward if self.config.parallel else None]
+        return self._sum([part for part in parts if part is not None], x, step, memory)
 
     def _feed_forward(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         assert self.feed_forward is not None
         with jax.named_scope("feed_forward"):
-            return self.feed_forward(x, step, memory)
+            return self._sum([self.feed_forward], x, step, memory)
+
+    def _sum(
+        self, parts: Sequence[LayerPart], x: jax.Array, step: LayerStep, memory: LayerMemory
+    ) -> tuple[jax.Array, LayerMemory]:
+        """The sum of the outputs of parts that read the same input."""
+        if self.shards is not None:
+            return self.shards.apply(self.config, parts, x, step, memory)
+        outputs = []
+        for part in parts:
+            output, memory = part(x, step, memory)
+            outputs.append(output)
+        return sum(outputs[1:], outputs[0]), memory
 
     def _to_residual(self, norm: Norm | None, output: jax.Array) -> jax.Array:
         """The output of a block as it is added to the residual stream."""

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.recurrent import CONV_STATE, StateArray, StateDtype
 from sglang_jax.architectures.model_config import (
     CacheGroup,
@@ -23,7 +22,7 @@ from sglang_jax.kernels.causal_convolution import tail_shape
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.part import LayerMemory, States
 from sglang_jax.layers.platform import PlatformLayout
-from sglang_jax.layers.sharding import KV_AXES, MESH_AXIS, named_sharding
+from sglang_jax.layers.sharding import KV_AXES, named_sharding, spec_of_state
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -97,10 +96,12 @@ def kv_cache_spec(
     platform: str | None = None,
     state_dtypes: StateDtypes | None = None,
     count_experts: bool = False,
+    shards_on_device: int = 1,
 ) -> KVCacheSpec:
     """The memory of a model: pages with keys and values of `dtype`, and slots for states. `num_pages`: pages, or slots,
     of each cache group, or one number for all. `platform`: JAX's default if None; `state_dtypes`: float32 if None.
-    `count_experts`: whether layers count the tokens that choose each expert."""
+    `count_experts`: whether layers count the tokens that choose each expert. `shards_on_device`: each device has the
+    heads of this many shards; the pages, or slots, of each shard follow those of the one before."""
     form = PlatformLayout.of(platform or jax.default_backend())
     groups = group_of_layers(config)
     counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(cache_groups(config))
@@ -112,17 +113,16 @@ def kv_cache_spec(
         # A page is one array, so that one copy fetches it.
         (heads, width), *others = dict.fromkeys((array.heads, array.width) for array in layer.attention.cached)
         assert not others, "cached arrays have one shape"
-        shared = len(layer.attention.cached) == 1
-        return page_shape(counts[group], heads or 1, page_size, width, tiled=form.tiled_kv_pages, shared=shared)
+        shared, own, count = len(layer.attention.cached) == 1, heads or 1, counts[group]
+        if layer.caches_heads:
+            own, count = own // shards_on_device, count * shards_on_device
+        return page_shape(count, own, page_size, width, tiled=form.tiled_kv_pages, shared=shared)
 
     shapes = tuple(pages(layer, group) for group, layer in zip(groups, config.layers, strict=True))
     tiled, dtypes = form.tiled_state_tails, state_dtypes or StateDtypes()
-    states = tuple(_pools(layer, slots, dtypes, tiled=tiled) for layer in config.layers)
+    states = tuple(_pools(layer, slots, dtypes, shards_on_device, tiled=tiled) for layer in config.layers)
     counted = tuple(layer.num_experts if count_experts else 0 for layer in config.layers)
-    sharded = tuple(
-        layer.attention is not None and all(array.heads is not None for array in layer.attention.cached)
-        for layer in config.layers
-    )
+    sharded = tuple(layer.caches_heads for layer in config.layers)
     return KVCacheSpec(shapes, sharded, form.kv_storage(dtype), states, counted)
 
 
@@ -137,18 +137,20 @@ class StateDtypes:
         return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
 
 
-def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes, *, tiled: bool) -> tuple[StatePool, ...]:
+def _pools(
+    layer: LayerConfig, slots: int, dtypes: StateDtypes, shards_on_device: int, *, tiled: bool
+) -> tuple[StatePool, ...]:
     """`tiled`: whether the last inputs of convolutions are in tiles (see `kernels.causal_convolution`)."""
     recurrent = layer.recurrent
     if recurrent is None:
         return ()
 
     def of(array: StateArray) -> StatePool:
-        shape = array.shape
+        axis = array.sharded_axis
+        shape = (*array.shape[:axis], array.shape[axis] // shards_on_device, *array.shape[axis + 1 :])
         if array.name == CONV_STATE:
-            shape = tail_shape(*shape, tiled=tiled, shards=recurrent.shards)
-        sharding = PartitionSpec(*[None] * (1 + array.sharded_axis), MESH_AXIS[Axis.STATE_HEADS])
-        return StatePool((slots, *shape), dtypes.of(array.dtype), sharding)
+            shape = tail_shape(*shape, tiled=tiled, shards=recurrent.shards // shards_on_device)
+        return StatePool((slots * shards_on_device, *shape), dtypes.of(array.dtype), spec_of_state(array))
 
     return tuple(map(of, recurrent.state))
 
@@ -165,10 +167,13 @@ def bytes_of_groups(
     platform: str | None = None,
     state_dtypes: StateDtypes | None = None,
     devices: int = 1,
+    shards_on_device: int = 1,
 ) -> tuple[int, ...]:
     """Bytes on each of `devices` devices of one page, or one slot, of each cache group, over all of its layers and with
     padding."""
-    per_token = kv_cache_spec(config, dtype, 1, 1, platform=platform, state_dtypes=state_dtypes)
+    per_token = kv_cache_spec(
+        config, dtype, 1, 1, platform=platform, state_dtypes=state_dtypes, shards_on_device=shards_on_device
+    )
 
     def of_one(group: CacheGroup) -> int:
         return sum(per_token.bytes(layer, devices) for layer in group.layers)

@@ -22,12 +22,13 @@ from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProducts, no_blocks
 from sglang_jax.layers.layout import Layout, OutInLayout, Table, TwoAxisLayout
 from sglang_jax.layers.linear import Linear
-from sglang_jax.layers.matrix import PlainMatrix, TwoFormMatrix, matrix_for
+from sglang_jax.layers.matrix import Matrix, PlainMatrix, TwoFormMatrix, matrix_for
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.platform import PlatformLayout
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
+from sglang_jax.layers.shards import Shards
 from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.models.kv_cache import KVCaches
 
@@ -72,6 +73,7 @@ class Transformer(nnx.Module):
         form: PlatformLayout,
         encodings: Encodings = all_plain,
         block_products: BlockProducts = no_blocks,
+        num_shards: int | None = None,
     ) -> None:
         self.config = config
         self.attention = attention
@@ -83,7 +85,9 @@ class Transformer(nnx.Module):
             kv_dtype=kv_dtype,
             encodings=encodings,
             block_products=block_products,
+            num_shards=num_shards,
         )
+        self.shards = None if num_shards is None else Shards(num_shards, attention)
         self.layers = nnx.List([DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers)])
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         hidden, vocabulary = [(Axis.HIDDEN, config.hidden_size)], [(Axis.VOCABULARY, config.vocab_size)]
@@ -102,7 +106,7 @@ class Transformer(nnx.Module):
                 module.pack()
         if self.form.matrices:
             self.put_in_matrices()
-        elif self.form.outputs_first and devices == 1:
+        elif self.form.outputs_first and (devices == 1 or self.shards is not None):
             self.put_outputs_first()
 
     def put_in_matrices(self) -> None:
@@ -182,10 +186,12 @@ class Transformer(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`."""
         with jax.named_scope("head"):
-            return in_tiles(self._logits, hidden, self.attention.tile_rows)
+            if self.shards is not None:
+                return self.shards.columns(self.head, hidden, self._logits)
+            return in_tiles(partial(self._logits, self.head), hidden, self.attention.tile_rows)
 
-    def _logits(self, hidden: jax.Array) -> jax.Array:
-        logits = self.head.multiply(hidden)
+    def _logits(self, head: Matrix, hidden: jax.Array) -> jax.Array:
+        logits = head.multiply(hidden)
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         if self.config.logit_cap is not None:

@@ -156,7 +156,7 @@ class Assembly(Generic[Model]):
 
 
 def settle(config: EngineConfig, models: Models, backend: Backend[Model]) -> Assembly[Model]:
-    """Builds models without values, chooses sizes, and logs them. Raises `ConfigError` if memory cannot hold the
+    """Builds models without values, chooses sizes, and logs both. Raises `ConfigError` if memory cannot hold the
     weights and one request, and for options that the devices or the model do not support."""
     model = backend.build(models)
     draft = None if models.draft is None else backend.build_draft(models.draft)
@@ -165,6 +165,7 @@ def settle(config: EngineConfig, models: Models, backend: Backend[Model]) -> Ass
         memory = with_draft(memory, backend.weights_of(draft), backend.groups_of(draft))
     served = models.main.config
     sizes = choose_sizes(config, served.default_context, memory, served.longest_context)
+    logger.info("%s", served.describe())
     logger.info(
         "%s: %.0f MiB of weights, %s, %d rows, %d tokens a step",
         backend.place,

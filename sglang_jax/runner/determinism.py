@@ -30,6 +30,17 @@ def shards_of(config: EngineConfig, models: Iterable[ModelConfig]) -> int | None
     return None if shards == 1 else shards
 
 
+def check_divisible(models: Iterable[ModelConfig], shards: int) -> None:
+    """Raises `ConfigError` unless each of `shards` computes its part of every layer without the others."""
+    for model in models:
+        for number, layer in enumerate(model.layers):
+            if not _divides(layer, shards):
+                raise ConfigError(
+                    f"enable_deterministic_inference does not support tp_size {shards}: layer {number} cannot be "
+                    "divided into parts that are computed separately"
+                )
+
+
 def _divides(layer: LayerConfig, shards: int) -> bool:
     """Whether each of `shards` computes its part of a layer without the others."""
     attention, recurrent = layer.kv_attention, layer.recurrent

@@ -106,6 +106,15 @@ class UpdateWeights(Command[int], tag="update_weights", frozen=True):
         return int(reply.message)
 
 
+class NameWeights(Command[None], tag="name_weights", frozen=True):
+    """Gives the weights another name (`weight_version`). Nothing else changes."""
+
+    weight_version: str
+
+    def read(self, reply: Reply) -> None:
+        return None
+
+
 class MemoryTag(StrEnum):
     """A part of the device's memory that an engine can give back."""
 
@@ -271,6 +280,7 @@ COMMANDS: dict[type[Command[Any]], Rule[Any]] = dict(
                 lambda _: "replicas that had no error have the new weights: fix the error and update again",
             ),
         ),
+        _entry(NameWeights, AllOrNone(_nothing, lambda _: "replicas that had no error have the new name: try again")),
         _entry(ReleaseMemory, AllOrNone(_nothing, lambda _: "the others have resumed all", undo=ResumeMemory())),
         _entry(ResumeMemory, Each(_nothing)),
         _entry(GetState, Each(_states, absent=_absent_state, seconds=STATE_SECONDS)),

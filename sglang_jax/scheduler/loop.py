@@ -162,6 +162,10 @@ class SchedulerLoop:
                 return Reply(call, True)
             case commands.UpdateWeights():
                 return Reply(call, True, str(self._update_weights(command)))
+            case commands.NameWeights(version):
+                scheduler.weight_version = version
+                self._send_stats()
+                return Reply(call, True)
             case commands.ReleaseMemory(tags):
                 self._change_memory(scheduler.release_memory, tags)
                 return Reply(call, True)

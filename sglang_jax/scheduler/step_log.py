@@ -69,6 +69,8 @@ class StepLog:
         self._throughput = 0.0
         self._throughput_since = time.monotonic()
         self._throughput_tokens = 0
+        self._line_since: float | None = None
+        self._line_tokens = 0
         self._retractions: _Retractions | None = None
         self._short_of_slots = False
 
@@ -78,6 +80,8 @@ class StepLog:
 
     def launched(self, planned: PlannedStep) -> None:
         self.steps += 1
+        if self._line_since is None:
+            self._line_since, self._line_tokens = time.monotonic(), self.counts.generation_tokens
         if planned.chunks and logger.isEnabledFor(logging.INFO):
             self._write_prefill_line(planned)
 
@@ -131,11 +135,12 @@ class StepLog:
     def finished(self, num_tokens: int, replayed: bool) -> None:
         """Counts a finished step, which sampled `num_tokens` tokens. `replayed`: see `StepResult`."""
         self.counts.generation_tokens += num_tokens
-        if num_tokens == 0:
-            return
-        self._decode_steps += 1
-        if self._decode_steps % self._decode_interval == 0 and logger.isEnabledFor(logging.INFO):
-            self._write_decode_line(replayed)
+        if num_tokens > 0:
+            self._decode_steps += 1
+            if self._decode_steps % self._decode_interval == 0 and logger.isEnabledFor(logging.INFO):
+                self._write_decode_line(replayed)
+        if self._scheduler.num_running + self._scheduler.num_waiting == 0:
+            self._line_since = None  # the next line's interval starts with the next step
 
     def stats(
         self, compiles_after_warm_up: int, programs_left: int = 0, experts: Sequence[ExpertBalance] = ()
@@ -217,9 +222,16 @@ class StepLog:
             scheduler.num_used_tokens,
             self._usage(),
             replayed,
-            self._measure(),
+            self._line_throughput(),
             scheduler.num_waiting,
         )
+
+    def _line_throughput(self) -> float:
+        """Output tokens per second since the previous decode line, or since the engine was idle."""
+        now, since = time.monotonic(), self._line_since
+        tokens, self._line_tokens = self.counts.generation_tokens - self._line_tokens, self.counts.generation_tokens
+        self._line_since = now
+        return tokens / (now - since) if since is not None and now > since else 0.0
 
 
 def _usage_of(group: GroupUsage) -> str:

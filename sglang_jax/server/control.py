@@ -99,6 +99,13 @@ class UpdateWeightsBody(Body):
     token_step: int | None = None
 
 
+class NameWeightsBody(Body):
+    """`POST /update_weight_version`. `new_version`: like `--weight-version`."""
+
+    new_version: WeightVersion
+    abort_all_requests: bool | None = None
+
+
 def control_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
@@ -164,6 +171,15 @@ def control_router(context: ServerContext) -> APIRouter:
         waiting = await asyncio.shield(context.client.call(command))
         message = f"the weights are now those of {body.model_path}"
         return {"success": True, "message": message, "num_paused_requests": waiting}
+
+    @router.post("/update_weight_version", dependencies=OPERATORS_ONLY)
+    async def update_weight_version(body: NameWeightsBody) -> dict[str, object]:
+        """Gives the weights another name on all replicas, without loading any."""
+        if body.abort_all_requests:
+            context.client.abort_all()
+        await asyncio.shield(context.client.call(commands.NameWeights(body.new_version)))
+        message = f"the weights are now named {body.new_version}"
+        return {"success": True, "message": message, "new_version": body.new_version}
 
     @router.post("/start_profile", dependencies=OPERATORS_ONLY)
     async def start_profile(body: ProfileBody | None = None) -> dict[str, object]:
@@ -280,6 +296,10 @@ REMOTE_CALLS: dict[type[Command[Any]], RemoteCall[Any, Any]] = dict(
                 _weights_body,
                 seconds=WEIGHTS_SECONDS,
             ),
+        ),
+        _entry(
+            commands.NameWeights,
+            RemoteCall("/update_weight_version", lambda *_: None, lambda of: {"new_version": of.weight_version}),
         ),
         _entry(
             commands.ReleaseMemory,

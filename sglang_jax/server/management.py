@@ -160,6 +160,13 @@ def information_router(context: ServerContext) -> APIRouter:
             "is_generation": True,
         }
 
+    @router.get("/get_weight_version")
+    @router.get("/weight_info")
+    @router.get("/weight_version")
+    async def weight_version() -> dict[str, str]:
+        """The name of the weights, as in `/model_info`."""
+        return {"weight_version": _weight_version(context.client)}
+
     @router.get("/cache_report", dependencies=OPERATORS_ONLY)
     async def cache_report() -> Response:
         """Contents of each replica's prefix cache: pools, the largest and most used nodes of the tree, sessions."""

@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import msgspec
@@ -45,8 +45,14 @@ PROBE = "The quick brown fox jumps: 12.50 €, Übergröße, 東京\n\n  def f(x
 ENDED_CODES = frozenset({"shutting_down", "engine_dead", "unavailable"})
 """Codes of errors that mean that the server, not only the request, has ended."""
 
+INVALID = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Raised by reading an answer in another form."""
+
 _NATIVE_NAMES = {"rid": "request_id", "input_ids": "prompt"}
 """Names of fields on the native route, and the engine's names."""
+
+
+Part = TypeVar("Part")
 
 
 class RemoteLink:
@@ -82,8 +88,8 @@ class RemoteLink:
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         )
         try:
-            await _get(http, "/health")
-            info = msgspec.convert(await _get(http, "/model_info"), ModelInfo, strict=False)
+            await _ask(http, "/health")
+            info = _read(await _ask(http, "/model_info"), ModelInfo)
             await _check_tokenizer(http, address, tokenizer)
             link = cls(address, http, info)
             await link._poll()
@@ -155,12 +161,15 @@ class RemoteLink:
             if not request.done():
                 raise EngineDeadError(f"{self.address}: {self._over.result()}")
             response = request.result()
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             raise EngineDeadError(f"{self.address} does not answer: {type(error).__name__} {error}") from error
         finally:
             request.cancel()
         if response.status_code == 200:
-            return remote.read(response.json(), self.address)
+            try:
+                return remote.read(response.json(), self.address)
+            except INVALID as error:
+                raise self._unread(error) from error
         if remote.otherwise is not None:
             return remote.otherwise
         raise self._error(response)
@@ -193,7 +202,7 @@ class RemoteLink:
         except httpx2.ConnectError as error:
             self._lose(f"cannot connect: {error}")
             outputs.fail(EngineDeadError(f"cannot connect to {self.address}: {error}"))
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             broke = f"the connection to {self.address} broke: {type(error).__name__} {error}"
             outputs.fail(EngineDeadError(broke, started=outputs.started or None))
         except RequestError as error:
@@ -201,9 +210,7 @@ class RemoteLink:
             outputs.fail(error)
         except Exception as error:  # an invalid answer
             logger.exception("%s sent an invalid response", self.address)
-            unread = RequestError(f"{self.address} sent an invalid response: {type(error).__name__} {error}")
-            unread.status = 500
-            outputs.fail(unread)
+            outputs.fail(self._unread(error))
 
     async def _ask(self, outputs: RequestOutputs, name: str) -> None:
         request = outputs.request
@@ -232,15 +239,21 @@ class RemoteLink:
         if any(completion.finish is None for completion in outputs.completions):
             raise httpx2.RemoteProtocolError("the stream ended before its last event")
 
+    def _unread(self, error: Exception) -> RequestError:
+        unread = RequestError(f"{self.address} sent an invalid response: {type(error).__name__} {error}")
+        unread.status = 500
+        return unread
+
     def _error(self, response: httpx2.Response) -> RequestError:
         try:
             error = response.json()["error"]
-        except (ValueError, KeyError, TypeError):
-            error = {"message": f"{self.address} returned status {response.status_code}: {response.text[:200]}"}
+        except INVALID:
+            error = f"{self.address} returned status {response.status_code}: {response.text[:200]}"
         return self._error_of(error, response.status_code)
 
-    def _error_of(self, error: Mapping[str, Any], status: int) -> RequestError:
-        code, message = error.get("code"), str(error.get("message"))
+    def _error_of(self, error: object, status: int) -> RequestError:
+        fields: Mapping[str, Any] = error if isinstance(error, Mapping) else {"message": error}
+        code, message = fields.get("code"), str(fields.get("message"))
         if code in ENDED_CODES:
             # Another may run a request that a draining server has not finished. It may have killed a dead engine.
             if code != "engine_dead":
@@ -248,14 +261,14 @@ class RemoteLink:
             return EngineDeadError(f"{self.address}: {message}", started=None if code == "engine_dead" else False)
         if code == QueueFullError.code:
             return QueueFullError(message)
-        raised = RequestError(message, param=error.get("param"), code=code)
+        raised = RequestError(message, param=fields.get("param"), code=code)
         raised.status = status
         return raised
 
     async def _abort(self, request_id: str) -> None:
         try:
             await self._http.post("/abort_request", json={"rid": request_id}, timeout=CONNECT_SECONDS)
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             logger.warning("Could not send the abort of a request to %s: %s", self.address, error)
 
     async def _keep_polling(self) -> None:
@@ -272,19 +285,19 @@ class RemoteLink:
 
     async def _poll(self) -> None:
         mine = self._in_flight
-        await _get(self._http, "/health")
-        answer = await _get(self._http, "/v1/loads")
-        loads = [load for load in answer["loads"] if load["state"] in ("serving", "draining")]
-        self._rows = sum(load["max_running_requests"] for load in loads)
-        self._tokens = sum(load["max_total_num_tokens"] for load in loads)
-        self._silent_seconds = max((load.get("silent_seconds", 0.0) for load in loads), default=0.0)
+        await _ask(self._http, "/health")
+        answer = _read(await _ask(self._http, "/v1/loads"), _Loads)
+        loads = [load for load in answer.loads if load.state in ("serving", "draining")]
+        self._rows = sum(load.max_running_requests for load in loads)
+        self._tokens = sum(load.max_total_num_tokens for load in loads)
+        self._silent_seconds = max((load.silent_seconds for load in loads), default=0.0)
         self._stats = SchedulerStats(
-            num_running=sum(load["num_running_reqs"] for load in loads),
-            num_waiting=sum(load["num_waiting_reqs"] for load in loads),
-            num_used_tokens=sum(load["num_used_tokens"] for load in loads),
+            num_running=sum(load.num_running_reqs for load in loads),
+            num_waiting=sum(load.num_waiting_reqs for load in loads),
+            num_used_tokens=sum(load.num_used_tokens for load in loads),
             max_total_tokens=self._tokens,
-            gen_throughput=sum(load["gen_throughput"] for load in loads),
-            programs_left=sum(load.get("programs_left", 0) for load in loads),
+            gen_throughput=sum(load.gen_throughput for load in loads),
+            programs_left=sum(load.programs_left for load in loads),
             weight_version=_version(loads, self._model_info.weight_version),
         )
         self._external_load = max(self._stats.num_running + self._stats.num_waiting - mine, 0)
@@ -294,18 +307,43 @@ class RemoteLink:
             self._over.set_result(reason)
 
 
-def _version(loads: Sequence[Mapping[str, Any]], otherwise: str) -> str:
+class _Load(msgspec.Struct):
+    """What is read of a replica's load; see `Load` of `/v1/loads`. Older servers do not tell fields with a default."""
+
+    state: str
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    max_running_requests: int
+    gen_throughput: float
+    silent_seconds: float = 0.0
+    programs_left: int = 0
+    weight_version: str | None = None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+def _version(loads: Sequence[_Load], otherwise: str) -> str:
     """The version of the weights of all replicas of a server, empty if they differ. `otherwise`: that of an older
     server, which does not tell it."""
-    versions = {load.get("weight_version", otherwise) for load in loads}
+    versions = {otherwise if load.weight_version is None else load.weight_version for load in loads}
     return "" if len(versions) > 1 else next(iter(versions), otherwise)
 
 
-async def _get(http: httpx2.AsyncClient, path: str) -> Any:
-    """Returns the JSON answer. Raises `EngineDeadError`, `started` False for an error answer, None for no answer."""
+async def _ask(http: httpx2.AsyncClient, path: str, body: Mapping[str, str] | None = None) -> httpx2.Response:
+    """Returns the answer to GET, or to POST with a `body`. Raises `EngineDeadError`, `started` False for an error
+    answer, None for no answer."""
     try:
-        response = await http.get(path, timeout=CONNECT_SECONDS)
-    except httpx2.TransportError as error:
+        method = "GET" if body is None else "POST"
+        response = await http.request(method, path, json=body, timeout=CONNECT_SECONDS)
+    except httpx2.RequestError as error:
         raise EngineDeadError(
             f"{http.base_url.netloc.decode()} does not answer: {type(error).__name__} {error}", started=None
         ) from error
@@ -313,14 +351,19 @@ async def _get(http: httpx2.AsyncClient, path: str) -> Any:
         raise EngineDeadError(
             f"{http.base_url.netloc.decode()} returned status {response.status_code} for {path}: {response.text[:200]}"
         )
-    return response.json()
+    return response
+
+
+def _read(response: httpx2.Response, kind: type[Part]) -> Part:
+    """Returns an answer's JSON. Raises `EngineDeadError`, `started` None, if something else answers at the address."""
+    try:
+        return msgspec.json.decode(response.content, type=kind, strict=False)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise EngineDeadError(f"{response.url} sent an invalid response: {error}", started=None) from error
 
 
 async def _check_tokenizer(http: httpx2.AsyncClient, address: str, tokenizer: TextTokenizer) -> None:
-    response = await http.post("/tokenize", json={"prompt": PROBE}, timeout=CONNECT_SECONDS)
-    if response.status_code != 200:
-        raise EngineDeadError(f"{address} returned status {response.status_code} for /tokenize: {response.text[:200]}")
-    theirs = response.json()["tokens"]
+    theirs = _read(await _ask(http, "/tokenize", {"prompt": PROBE}), _Tokens).tokens
     if theirs != tokenizer.encode(PROBE):
         raise ConfigError(
             f"{address} tokenizes text differently: --model-path or --tokenizer-path must name the model that this "

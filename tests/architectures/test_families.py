@@ -59,6 +59,30 @@ def test_norms_of_random_weights_multiply_by_1(name: str, tmp_path: Path) -> Non
         assert (reader.read(spec.name) == 1).all()
 
 
+@pytest.mark.parametrize(
+    ("family", "values", "told"),
+    [
+        ("llama", {"num_key_value_heads": 8}, "8 with 32 heads of 128 (8 of keys)"),
+        (
+            "gpt_oss",
+            {"num_local_experts": 16, "sliding_window": 64},
+            "4 with 32 heads of 64 (8 of keys) in a window of 64, 8 with 4 of 16 experts, "
+            "4 with 32 heads of 64 (8 of keys)",
+        ),
+        ("qwen3_5_text", {}, "6 recurrent, 2 with 32 heads of 256 (4 of keys)"),
+        (
+            "deepseek_v2",
+            {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
+            "8 with 32 heads and latents of 512, 7 with 6 of 64 experts",
+        ),
+    ],
+)
+def test_a_line_tells_the_sizes(family: str, values: dict[str, Any], told: str, tmp_path: Path) -> None:
+    assert configured(tmp_path, family, **values).describe() == (
+        f"{family}: 8 layers of 4096, vocabulary of 200000; {told}"
+    )
+
+
 _WITHOUT_ATTENTION = ("granitemoehybrid", "mamba2", "nemotron_h")
 """Families whose layers have no window unless the file says so."""
 

@@ -34,7 +34,8 @@ class AnsweringServer(FakeServer):
         text = self.answer(body["messages"][0]["content"] if chat else body["prompt"])
         if text is None:
             return JSONResponse({"error": {"message": "the queue is full"}}, status_code=503)
-        said = {"message": {"content": text}} if chat else {"text": text}
+        said: dict[str, Any] = {"message": {"content": text}} if chat else {"text": text}
+        said["finish_reason"] = "stop" if re.search(r"\d", text) else "length"
         return Response(json.dumps({"choices": [said], "usage": {"completion_tokens": 3}}))
 
 
@@ -90,6 +91,10 @@ def verdicts(found: dict[str, Any]) -> list[str]:
         ("#### 1,234,567", "1234567"),
         ("costs $18.00\n", "18"),
         ("the loss is -4.50 dollars", "-4.5"),
+        ("7-Eleven sells 10-12", "12"),
+        ("(4)-3 = -1.5 or -(2)", "2"),
+        ("(4)-3", "3"),
+        ("= -3", "-3"),
         ("007", "7"),
         ("-0", "0"),
         ("0.5%", "0.5"),
@@ -147,8 +152,10 @@ def test_gsm8k_is_scored_over_a_server(problems: Path, capsys: pytest.CaptureFix
         "predicted": "1005",
         "verdict": "right",
         "output_tokens": 3,
+        "cut": False,
         "error": None,
     }
+    assert (found["cut"], found["results"][0]["cut"]) == (0.2, True)
     bodies = {body["prompt"]: body for path, body in server.calls if path == "/v1/completions"}
     assert len(bodies) == 10
     examples = "".join(
@@ -165,7 +172,7 @@ def test_gsm8k_is_scored_over_a_server(problems: Path, capsys: pytest.CaptureFix
     assert '[METRIC] gsm8k_accuracy=0.400 labels={"model": "fake-model", "eval": "gsm8k", "api": "completion"}' in (
         told.out.splitlines()
     )
-    assert "Invalid: 0.200" in told.out
+    assert "Invalid: 0.200\nFailed: 0.200\nAt --max-new-tokens: 0.200\n" in told.out
     assert "failed 2 times: status 503" in told.err
     chats = [body for path, body in server.calls if path == "/v1/chat/completions"]
     assert verdicts(few) == ["invalid", "wrong"]
@@ -208,6 +215,9 @@ def test_an_engine_in_this_process_answers_chats(tmp_path: Path, capsys: pytest.
     # Of the same question as a completion, the first word is a stop string.
     found = evaluate(eval_gsm8k, tmp_path / "test.jsonl", "--model-path", "echo", "--num-shots", "0")
     assert [(result["reply"], result["verdict"]) for result in found["results"]] == [("", "invalid")] * 4
+    assert found["cut"] == 0
+    short = ["--model-path", "echo", "--chat", "--num-shots", "0", "--max-new-tokens", "3"]
+    assert evaluate(eval_gsm8k, tmp_path / "test.jsonl", *short)["cut"] == 1
     table = "Subject,,Question,A,B,C,D,Answer\n" + "".join(
         f'{subject},{n},"Answer: B, or\nnot?",1,2,3,4,{letter}\n'
         for n, (subject, letter) in enumerate([("virology", "B"), ("anatomy", "A"), ("virology", "C")])
@@ -225,6 +235,7 @@ def test_an_engine_in_this_process_answers_chats(tmp_path: Path, capsys: pytest.
 
 GOOD = '{"question": "a", "answer": "#### 1"}\n'
 ROW = "q,1,2,3,4,A\n"
+HEADER = "Question,A,B,C,D,Answer"
 
 
 @pytest.mark.parametrize(
@@ -252,6 +263,8 @@ ROW = "q,1,2,3,4,A\n"
             r"x\.csv:2: the last column must be one of A, B, C, D, got 'AB'",
         ),
         (eval_mmlu, "x.csv", ROW * 2 + '"q,1,2,3,4,A\n' * 2, [], r"x\.csv:3: ',' expected"),
+        (eval_mmlu, "x.csv", HEADER + "\n", [], r"x\.csv has no questions, only a header"),
+        (eval_mmlu, "x.csv", HEADER + ",Subject\nq,1,2,3,4,A, \n", [], r"x\.csv:2: column Subject is empty"),
         (eval_mmlu, "x.csv", ROW * 5, [], r"x\.csv has 5 rows on x, but --num-shots 5 needs at least 6"),
         (eval_mmlu, "x.csv", ROW, ["--chat", "--num-shots", "2"], "--num-shots must be 0 with --chat"),
         (eval_mmlu, "x.csv", ROW, ["--num-shots", "0", "--data", "{}"], "subject x is in two files"),
@@ -265,6 +278,7 @@ ROW = "q,1,2,3,4,A\n"
             "--page-size: only for an engine in this process",
         ),
         (eval_gsm8k, "x", GOOD * 9, ["--base-url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
+        (eval_gsm8k, "x", GOOD * 9, ["--base-url", "localhost:1"], "must start with http:// or https:// and a host"),
         (eval_gsm8k, "x", GOOD * 9, ["--base-url", "http://a:b"], "--base-url http://a:b is not a URL"),
     ],
 )

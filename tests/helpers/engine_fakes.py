@@ -30,6 +30,7 @@ from sglang_jax.scheduler.commands import (
     FlushCache,
     GetCacheReport,
     GetState,
+    NameWeights,
     OpenSession,
     PauseGeneration,
     ReleaseMemory,
@@ -216,6 +217,7 @@ class EchoCore:
                 | CloseSession()
                 | StartProfile()
                 | StopProfile()
+                | NameWeights()
                 | PauseGeneration()
                 | ReleaseMemory()
                 | ResumeMemory()

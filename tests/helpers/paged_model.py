@@ -58,12 +58,13 @@ class PagedModel:
         mesh: Mesh | None = None,
         block_products: BlockProducts = no_blocks,
         quantization: Quantization | None = None,
+        num_shards: int | None = None,
         platform: str | None = None,
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
         mesh = mesh or make_mesh(jax.devices()[:1])
         stored = jnp.dtype(kv_dtype or dtype)
-        parallel = TensorParallel.of(checkpoint.config, mesh.shape["tensor"])
+        parallel = TensorParallel.of(checkpoint.config, mesh.shape["tensor"], num_shards)
         encodings = encodings_of(checkpoint, quantization)
         model = build_model(
             parallel.config,
@@ -73,12 +74,20 @@ class PagedModel:
             kv_dtype=stored,
             encodings=encodings,
             block_products=block_products,
+            num_shards=num_shards,
         )
         load_weights(model, checkpoint.reader, checkpoint.config, mesh, quantization)
-        if mesh.size == 1:
-            model.repack()
+        if mesh.size == 1 or num_shards is not None:
+            model.repack(mesh.size)
         graph, self.state = nnx.split(model)
-        spec = kv_cache_spec(parallel.config, stored, 1 + ROWS * columns, page_size, platform=platform)
+        spec = kv_cache_spec(
+            parallel.config,
+            stored,
+            1 + ROWS * columns,
+            page_size,
+            platform=platform,
+            shards_on_device=parallel.shards_on_device,
+        )
         self.num_groups = num_paged_groups(parallel.config)
         self.keeps_states = parallel.config.keeps_states
         caches = allocate(spec, mesh)

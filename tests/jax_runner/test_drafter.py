@@ -47,3 +47,5 @@ def test_rows_keep_states_in_the_slot_that_their_column_names() -> None:
     packed = jnp.array([[0, 1, 2], [3, 5, 0]], jnp.int32)  # the second row had one draft, which was rejected
     ((pool,),) = make_settle(2, 1)([(jnp.arange(6.0),)], table, right, packed)
     assert pool.tolist() == [0, 4, 2, 3, 4, 5]
+    ((of_shards,),) = make_settle(2, 1, 2)([(jnp.arange(12.0),)], table, right, packed)
+    assert of_shards.tolist() == [0, 4, 2, 3, 4, 5, 6, 10, 8, 9, 10, 11]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -13,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 from helpers.plan_driver import PlanDriver
+from helpers.small_configs import small_config
 from helpers.tiny_models import make_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
+from sglang_jax.architectures.kinds.attention import QKNorm
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import create_runner
-from sglang_jax.jax_runner.building import choose_attention, refuse_sums_over_devices
+from sglang_jax.jax_runner.building import choose_attention, shards_on_jax
 from sglang_jax.jax_runner.loading import load_rank
 from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
 from sglang_jax.jax_runner.weights import load_weights
@@ -177,17 +178,19 @@ def test_the_same_results_in_every_step_need_attention_that_gives_them(
             choose_attention(config, device)
 
 
-def test_sums_over_devices_that_depend_on_the_step_are_refused(folder: Path) -> None:
-    same = {"enable_deterministic_inference": True}
-    for options_of, message in (
-        ({"tp_size": 2} | same, None),
-        ({"tp_size": 8}, None),
-        ({"tp_size": 3} | same, "enable_deterministic_inference needs tp_size 2 or less on JAX, got 3"),
-        ({"tp_size": 4, "deterministic": "batch"}, "needs tp_size 2 or less on JAX, got 4"),
-        ({"deterministic": "tp"}, "deterministic tp needs the torch backend: choose"),
-    ):
-        with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-            refuse_sums_over_devices(options(folder, **options_of))
+def test_devices_whose_sums_may_depend_on_the_batch_compute_shards(folder: Path) -> None:
+    model, same = small_config(), {"enable_deterministic_inference": True}
+    assert [shards_on_jax(options(folder, **same, tp_size=size), [model]) for size in (1, 2, 4)] == [None, None, 4]
+    assert shards_on_jax(options(folder, tp_size=4), [model]) is None
+    assert shards_on_jax(options(folder, deterministic="tp"), [model]) == 4
+    norm = QKNorm(norm=model.final_norm, whole=True)
+    mixer = replace(model.layers[1].mixer, qk_norm=norm)
+    whole = replace(model, layers=(model.layers[0], replace(model.layers[1], mixer=mixer)))
+    with pytest.raises(ConfigError, match="does not support tp_size 4: layer 1 cannot be divided into parts"):
+        shards_on_jax(options(folder, **same, tp_size=4), [whole])
+    for more in ({"kv_cache_dtype": "int8"}, {"keep_gguf_blocks": True}):
+        with pytest.raises(ConfigError, match=f"{next(iter(more))}.* does not support deterministic tp"):
+            shards_on_jax(options(folder, deterministic="tp", **more), [model])
 
 
 def test_closing_frees_the_device(folder: Path) -> None:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from sglang_jax.jax_runner.filters import has_near
 from sglang_jax.jax_runner.readers import WholeLogits, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.layers.sharding import make_mesh
@@ -78,6 +79,14 @@ for given in (greedy, mixed):
             np.testing.assert_array_equal(one, other)
 assert expected[0][6] == 388  # the biased token
 assert expected[0][9] == int(np.argsort(logits[9, :VOCAB])[-2])  # the most likely may not end the output yet
+
+# Of a large vocabulary, the nearest tokens are searched first.
+VOCAB = COLUMNS = 40000
+assert has_near(VOCAB)
+logits = 3 * rng.standard_normal((LINES, COLUMNS)).astype(np.float32)
+given = replace(SamplingState.empty(LINES + 2, VOCAB), temperature=mixed.temperature + 0.1, top_p=mixed.top_p)
+one, other = (read(make_mesh(jax.devices()[:size]), given)[0] for size in (1, 8))
+np.testing.assert_array_equal(one, other)
 """
 
 

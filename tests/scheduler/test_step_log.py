@@ -55,15 +55,26 @@ def test_decode_lines_come_every_few_steps(caplog: pytest.LogCaptureFixture, clo
     bench.add(PREFIX[:4], sampling=endless(40))
     bench.add(PREFIX[1:6], sampling=endless(40))
     bench.add([38, 38], sampling=endless(2))
+    clock.now += 100.0
     for _ in range(21):
         clock.now += 0.1
         bench.scheduler.step()
+        bench.scheduler.log.stats(0)
     assert caplog.messages[1:] == [
         "Decode batch, #running-req: 2, #token: 32, token usage: 0.12, cuda graph: False, "
-        "gen throughput (token/s): 18.18, #queue-req: 1",
+        "gen throughput (token/s): 20.00, #queue-req: 1",
         "Decode batch, #running-req: 2, #token: 52, token usage: 0.20, cuda graph: False, "
         "gen throughput (token/s): 20.00, #queue-req: 1",
     ]
+    bench.run()
+    clock.now += 100.0
+    caplog.clear()
+    bench.add(PREFIX[:4], sampling=endless(20))
+    for _ in range(12):
+        clock.now += 0.2
+        bench.scheduler.step()
+    (line,) = [message for message in caplog.messages if message.startswith("Decode")]
+    assert "gen throughput (token/s): 5.00, #queue-req: 0" in line, "the pause does not count"
 
 
 def test_throughput_is_averaged_over_a_while_not_over_a_moment(clock: SimpleNamespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import re
 import socket
@@ -327,6 +328,35 @@ def config(**options: Any) -> ServerConfig:
 async def test_an_address_without_a_server_is_an_error() -> None:
     with pytest.raises(EngineDeadError, match=r"127\.0\.0\.1:9 does not answer"):
         await connect(config(connect="127.0.0.1:9"))
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"[]", b"\xff", b"[" * 100_000, b'{"loads": [{"state": "serving"}]}'])
+@pytest.mark.parametrize("path", ["/model_info", "/tokenize", "/v1/loads"])
+async def test_another_server_at_the_address_is_a_lost_replica(
+    behind: EchoServer, monkeypatch: pytest.MonkeyPatch, path: str, content: bytes
+) -> None:
+    """A replica behind a proxy that answers everything itself: it does not start, or is lost after missed polls."""
+    broken = {path}
+
+    async def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.url.path in broken:
+            return httpx2.Response(200, content=content)
+        kind = {"content-type": "application/json"}
+        found = behind.http.request(request.method, request.url.path, content=request.content, headers=kind)
+        return httpx2.Response(found.status_code, content=found.content)
+
+    client = functools.partial(httpx2.AsyncClient, transport=httpx2.MockTransport(answer))
+    monkeypatch.setattr(remote_link, "HEALTH_SECONDS", 0.001)
+    monkeypatch.setattr(remote_link.httpx2, "AsyncClient", client)
+    with pytest.raises(EngineDeadError, match="sent an invalid response"):
+        await RemoteLink.connect("a:1", ByteTokenizer(), None)
+    broken.clear()
+    link = await RemoteLink.connect("a:1", ByteTokenizer(), None)
+    try:
+        broken.add("/v1/loads")
+        assert "sent an invalid response" in await asyncio.wait_for(link.ended(), 10)
+    finally:
+        await link.close()
 
 
 async def test_a_replica_with_another_tokenizer_is_refused(behind: EchoServer) -> None:

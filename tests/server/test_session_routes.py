@@ -188,11 +188,20 @@ def test_weights_are_updated_on_all_replicas(keys: Path) -> None:
                 assert told["output_ids"] == wanted
                 assert told["meta_info"]["weight_version"] == ("of birth" if status == 400 else "of new")
         assert post(behind, "/v1/completions", {"prompt": "x"}).json()["metadata"] == {"weight_version": "of new"}
-        info = behind.http.get("/model_info", headers={"Authorization": "Bearer bob's"}).json()
-        assert info["weight_version"] == "of new"
+        for path in ("/model_info", "/weight_version", "/get_weight_version", "/weight_info"):
+            info = behind.http.get(path, headers={"Authorization": "Bearer bob's"}).json()
+            assert info["weight_version"] == "of new"
         long = {"model_path": "new", "weight_version": "v" * 129}
         error = refused(post(server, "/update_weights_from_disk", long, "eve's"), 400, "128")
         assert error["param"] == "weight_version"
+        error = refused(post(server, "/update_weight_version", {"new_version": "v" * 129}, "eve's"), 400, "128")
+        assert error["param"] == "new_version"
+        renamed = post(server, "/update_weight_version", {"new_version": "renamed"}, "eve's")
+        assert renamed.json()["new_version"] == "renamed"
+        for _ in range(4):
+            told = post(server, "/generate", body).json()
+            assert told["output_ids"] == ORACLE.output([*b"a long prompt"], 3, 5, {FAKE_EOS}, "newer")
+            assert told["meta_info"]["weight_version"] == "renamed"
         assert post(server, "/release_memory_occupation", {}, "eve's").json() == {"success": True}
         for _ in range(4):
             assert refused(post(server, "/generate", body), 503, "kv_cache, weights")["code"] == "memory_released"
@@ -500,6 +509,7 @@ def test_errors_of_a_cache_report_are_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = [httpx2.Response(200, text="<html>\x1b"), httpx2.Response(200, json=[]), httpx2.Response(500)]
+    answers.insert(0, httpx2.Response(200, json={"replicas": [{"replica": 0}]}))
     answers.append(httpx2.Response(200, json={"replicas": []}))
     monkeypatch.setattr(httpx2, "get", lambda *args, **options: answers.pop())
     assert run_command(cache_report, "cache-report", ["--svg", str(tmp_path / "missing" / "cache.svg")]) == 2
@@ -509,12 +519,13 @@ def test_errors_of_a_cache_report_are_one_line(
     assert run_command(cache_report, "cache-report", ["--url", "http://[::1"]) == 2
     assert run_command(cache_report, "cache-report", ["--url", "http://127.0.0.1:9", "--api-key", "ö"]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 6
+    assert len(told) == 7
     for line, words in zip(
         told,
         (
             "cannot be written",
             "500",
+            "did not return a cache report",
             "did not return a cache report",
             "did not return a cache report",
             "answer",

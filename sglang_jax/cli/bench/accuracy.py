@@ -13,9 +13,9 @@ from typing import Any
 import click
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sglang_jax.cli.bench.metrics import append_json_line
 from sglang_jax.cli.json_lines import read_json_lines
 from sglang_jax.cli.options import options_of, with_model
+from sglang_jax.cli.result_file import append_json_line, check_result_file
 from sglang_jax.cli.starting import start_engine
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.types import TokenLogprob
@@ -98,6 +98,7 @@ def score(questions: Sequence[Question], found: Sequence[Sequence[Sequence[float
 def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig, model: str | None) -> int:
     """Score MODEL (as for --model-path) on multiple-choice questions, by the likelihood of each answer."""
     engine = with_model(engine, model)
+    check_result_file(accuracy.result_filename, "--result-filename")
     questions = read_task(accuracy.task)
     with start_engine(engine) as running:
 
@@ -133,7 +134,7 @@ def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig, model: str | 
             "accuracy_per_character": figures.per_character,
             "nll": figures.nll,
         }
-        append_json_line(accuracy.result_filename, line)
+        append_json_line(accuracy.result_filename, "--result-filename", line)
     return 0
 
 

@@ -19,10 +19,9 @@ import httpx2
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tqdm import tqdm
 
-from sglang_jax.cli.bench.load import Api, Target, call, first_model, open_client, run_load
+from sglang_jax.cli.bench.load import Api, Target, run_load
 from sglang_jax.cli.bench.metrics import (
     RequestRecord,
-    append_json_line,
     check_plotting,
     format_offline,
     format_serving,
@@ -33,6 +32,16 @@ from sglang_jax.cli.bench.metrics import (
 from sglang_jax.cli.bench.sharegpt import Pair, read_pairs, sample_pairs
 from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, longest_context, make_workload
 from sglang_jax.cli.options import options_of, refused_options, with_model
+from sglang_jax.cli.result_file import append_json_line, check_result_file, writing
+from sglang_jax.cli.server_client import (
+    ProtocolError,
+    TokenCount,
+    call,
+    first_model,
+    model_info,
+    open_client,
+    read_answer,
+)
 from sglang_jax.cli.starting import start_engine
 from sglang_jax.config import EngineConfig, Environment, PositiveInt
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
@@ -107,6 +116,8 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
     """Measure latency and throughput of a running server under load."""
     if load.plot is not None:
         check_plotting()
+    check_result_file(load.plot, "--plot")
+    check_result_file(load.output_file, "--output-file")
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
     records, duration, retokenized = asyncio.run(_measure(load, workload, pairs))
     figures = serving_summary(records, duration, retokenized)
@@ -117,9 +128,11 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
     for error in sorted({record.error for record in records if record.error is not None}):
         click.echo(f"failed: {error}", err=True)
     if load.output_file is not None:
-        append_json_line(load.output_file, _line(load, workload, figures, records))
+        append_json_line(load.output_file, "--output-file", _line(load, workload, figures, records))
     if load.plot is not None:
-        plot_serving(load.plot, records, title=f"{load.backend}, {workload.dataset_name}, {load.request_rate:g} req/s")
+        title = f"{load.backend}, {workload.dataset_name}, {load.request_rate:g} req/s"
+        with writing(load.plot, "--plot"):
+            plot_serving(load.plot, records, title=title)
     return 0 if all(record.ok for record in records) else 1
 
 
@@ -158,18 +171,19 @@ async def _measure(
 
 
 async def _retokenized(client: httpx2.AsyncClient, texts: Sequence[str], tokenizer: TextTokenizer | None) -> int | None:
-    """Returns the tokens of outputs by a tokenizer, or without one by the server's; None if it has no `/tokenize`."""
+    """Returns the tokens of outputs by a tokenizer, or without one by the server's; None if its `/tokenize` does not
+    count them."""
     if tokenizer is not None:
         return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     total = 0
     for text in texts:
         try:
             response = await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
-        except httpx2.TransportError:
+            if response.status_code != HTTPStatus.OK:
+                return None
+            total += read_answer(TokenCount, response.content, "/tokenize").count
+        except (httpx2.RequestError, ProtocolError):
             return None
-        if response.status_code != HTTPStatus.OK:
-            return None
-        total += int(response.json()["count"])
     return total
 
 
@@ -203,10 +217,10 @@ async def _vocab_size(client: httpx2.AsyncClient, load: LoadConfig) -> int:
         return load.vocab_size
     if load.backend is Api.OPENAI_CHAT:
         return len(WORDS)
-    info = await call(client, "GET", "/model_info")
-    if not isinstance(info, Mapping) or "vocab_size" not in info:
+    vocab_size = (await model_info(client)).vocab_size
+    if vocab_size is None:
         raise click.UsageError(f"{load.url}/model_info does not contain the vocabulary size: give --vocab-size")
-    return int(info["vocab_size"])
+    return vocab_size
 
 
 async def _tokenizer(client: httpx2.AsyncClient, load: LoadConfig) -> Tokenizer:
@@ -216,10 +230,9 @@ async def _tokenizer(client: httpx2.AsyncClient, load: LoadConfig) -> Tokenizer:
 
     name = load.tokenizer
     if name is None:
-        info = await call(client, "GET", "/model_info")
-        if not isinstance(info, Mapping) or "tokenizer_path" not in info:
-            raise click.UsageError(f"{load.url}/model_info does not name a tokenizer: give --tokenizer")
-        name = str(info["tokenizer_path"])
+        name = (await model_info(client)).tokenizer_path
+    if name is None:
+        raise click.UsageError(f"{load.url}/model_info does not name a tokenizer: give --tokenizer")
     try:
         return load_tokenizer(resolve_tokenizer(name))
     except CheckpointError as error:
@@ -312,6 +325,7 @@ class Totals:
 def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig, model: str | None) -> int:
     """Measure the throughput of MODEL (as for --model-path) without a server."""
     engine = with_model(engine, model)
+    check_result_file(offline.result_filename, "--result-filename")
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
     with start_engine(engine) as running:
         if pairs is None:
@@ -341,9 +355,8 @@ def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: Offli
     click.echo(format_offline(figures))
     if offline.result_filename is not None:
         settings = {**engine.model_dump(mode="json"), **workload.model_dump(mode="json")}
-        append_json_line(
-            offline.result_filename, {**settings, **figures, "compiles_after_warm_up": stats.compiles_after_warm_up}
-        )
+        line = {**settings, **figures, "compiles_after_warm_up": stats.compiles_after_warm_up}
+        append_json_line(offline.result_filename, "--result-filename", line)
     return 0
 
 

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import click
 import httpx2
 import numpy as np
 
 from sglang_jax.cli.bench.metrics import Chunk, RequestRecord
 from sglang_jax.cli.bench.workloads import Conversation, Turn
+from sglang_jax.cli.server_client import (
+    ChatChunk,
+    Completion,
+    Generation,
+    ProtocolError,
+    check_answer,
+    describe,
+    failure,
+    parse_answer,
+)
 from sglang_jax.config import Choice
-from sglang_jax.errors import ConfigError
-
-CONNECT_TIMEOUT = 30.0
-
-KEY_REMEDIES = {
-    401: " (give the server's key with --api-key, or in SGLANG_JAX_API_KEY)",
-    403: " (give the operators' key with --api-key, or in SGLANG_JAX_ADMIN_API_KEY)",
-}
-"""Remedies for answers of these statuses."""
 
 
 class Api(Choice):
@@ -36,10 +34,6 @@ class Api(Choice):
     SGLANG = "sglang"
     OPENAI = "openai"
     OPENAI_CHAT = "openai-chat"
-
-
-class ProtocolError(Exception):
-    """The server's answer is not in the format of its route."""
 
 
 @dataclass(slots=True)
@@ -64,8 +58,8 @@ class Dialogue(ABC):
         """Returns the body that sends a turn with everything before it."""
 
     @abstractmethod
-    def read(self, event: Mapping[str, Any], reply: Reply) -> bool:
-        """Adds one event of the stream to `reply`. Returns whether it has new output."""
+    def read(self, event: object, reply: Reply) -> bool:
+        """Adds one event of the stream to `reply`. Returns whether it has new output. Raises `ProtocolError`."""
 
     @abstractmethod
     def remember(self, reply: Reply) -> None:
@@ -88,16 +82,17 @@ class GenerateDialogue(Dialogue):
             "stream": True,
         }
 
-    def read(self, event: Mapping[str, Any], reply: Reply) -> bool:
-        figures = event["meta_info"]
+    def read(self, event: object, reply: Reply) -> bool:
+        generation = check_answer(Generation, event, self.path)
+        figures = generation.meta_info
         tokens_before = reply.tokens or 0
-        reply.text = event["text"]
-        reply.token_ids = event.get("output_ids", [])
-        reply.tokens = figures["completion_tokens"]
-        reply.prompt_tokens = figures["prompt_tokens"]
-        reply.cached_tokens = figures.get("cached_tokens") or 0
-        reply.finished = figures["finish_reason"] is not None
-        return reply.tokens is not None and reply.tokens > tokens_before
+        reply.text = generation.text
+        reply.token_ids = generation.output_ids
+        reply.tokens = figures.completion_tokens
+        reply.prompt_tokens = figures.prompt_tokens
+        reply.cached_tokens = figures.cached_tokens or 0
+        reply.finished = figures.finish_reason is not None
+        return reply.tokens > tokens_before
 
     def remember(self, reply: Reply) -> None:
         if len(reply.token_ids) != reply.tokens:
@@ -124,19 +119,21 @@ class OpenAIDialogue(Dialogue):
             "stream_options": {"include_usage": True},
         }
 
-    def read(self, event: Mapping[str, Any], reply: Reply) -> bool:
-        usage = event.get("usage")
+    def read(self, event: object, reply: Reply) -> bool:
+        checked = self._check(event)
+        usage = checked.usage
         if usage is not None:
-            reply.tokens = usage["completion_tokens"]
-            reply.prompt_tokens = usage["prompt_tokens"]
-            reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        new_text = "".join(self._text(choice) for choice in event["choices"])
+            details = usage.prompt_tokens_details
+            reply.tokens = usage.completion_tokens
+            reply.prompt_tokens = usage.prompt_tokens
+            reply.cached_tokens = (details.cached_tokens if details else None) or 0
+        new_text = "".join(choice.said for choice in checked.choices)
         reply.text += new_text
-        reply.finished |= any(choice.get("finish_reason") is not None for choice in event["choices"])
+        reply.finished |= any(choice.finish_reason is not None for choice in checked.choices)
         return new_text != ""
 
     @abstractmethod
-    def _text(self, choice: Mapping[str, Any]) -> str: ...
+    def _check(self, event: object) -> Completion | ChatChunk: ...
 
 
 class CompletionDialogue(OpenAIDialogue):
@@ -153,8 +150,8 @@ class CompletionDialogue(OpenAIDialogue):
         self._context += " " + turn.as_text()
         return {"prompt": list(turn.token_ids) if self._single_turn else self._context, **self._options(turn)}
 
-    def _text(self, choice: Mapping[str, Any]) -> str:
-        return choice["text"] or ""
+    def _check(self, event: object) -> Completion:
+        return check_answer(Completion, event, self.path)
 
     def remember(self, reply: Reply) -> None:
         self._context += reply.text
@@ -173,8 +170,8 @@ class ChatDialogue(OpenAIDialogue):
         self._messages.append({"role": "user", "content": turn.as_text()})
         return {"messages": list(self._messages), **self._options(turn)}
 
-    def _text(self, choice: Mapping[str, Any]) -> str:
-        return choice["delta"].get("content") or ""
+    def _check(self, event: object) -> ChatChunk:
+        return check_answer(ChatChunk, event, self.path)
 
     def remember(self, reply: Reply) -> None:
         self._messages.append({"role": "assistant", "content": reply.text})
@@ -198,55 +195,6 @@ class Target:
     api: Api
     model: str
     extra_body: Mapping[str, Any]
-
-
-@asynccontextmanager
-async def open_client(base_url: str, api_key: str | None) -> AsyncIterator[httpx2.AsyncClient]:
-    """Yields a client without a limit of connections: in a limited pool, requests would wait unnoticed. Raises
-    `ConfigError` for an invalid URL."""
-    try:
-        url = httpx2.URL(base_url)
-    except httpx2.InvalidURL as error:
-        raise ConfigError(f"--base-url {base_url} is not a URL: {error}") from error
-    async with httpx2.AsyncClient(
-        base_url=url,
-        headers=_authorization(api_key),
-        timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-        trust_env=False,
-    ) as client:
-        yield client
-
-
-def _authorization(key: str | None) -> dict[bytes, bytes]:
-    return {b"Authorization": f"Bearer {key}".encode()} if key else {}
-
-
-async def call(client: httpx2.AsyncClient, method: str, path: str, *, key: str | None = None) -> Any:
-    """Calls a route of the server, and returns its JSON (or text). `key`: None for the client's own. Raises
-    `click.ClickException` without an answer, or for an error."""
-    try:
-        response = await client.request(method, path, headers=_authorization(key))
-    except httpx2.TransportError as error:
-        raise click.ClickException(
-            f"no server answers at {client.base_url} ({describe(error)}); "
-            "start one with `python -m sglang_jax.launch_server`, or name another with --base-url"
-        ) from error
-    if response.is_error:
-        remedy = KEY_REMEDIES.get(response.status_code, "")
-        raise click.ClickException(f"{method} {path} gave {response.status_code}: {response.text[:200]}{remedy}")
-    return response.json() if "json" in response.headers.get("content-type", "") else response.text
-
-
-async def first_model(client: httpx2.AsyncClient) -> str:
-    """Returns the name of the server's first model. Raises `click.ClickException` if it has none, and as `call`."""
-    models = await call(client, "GET", "/v1/models")
-    try:
-        return str(models["data"][0]["id"])
-    except (IndexError, KeyError, TypeError) as error:
-        raise click.ClickException(
-            f"{client.base_url} does not list a model at /v1/models: name it with --model"
-        ) from error
 
 
 async def run_load(
@@ -310,10 +258,8 @@ async def send(
         if not reply.finished:
             raise ProtocolError("the stream ended without a finish reason")
         dialogue.remember(reply)
-    except (httpx2.TransportError, ProtocolError) as error:
+    except (httpx2.RequestError, ProtocolError) as error:
         record.error = describe(error)
-    except (KeyError, TypeError, ValueError) as error:
-        record.error = f"an event of {dialogue.path} could not be read: {describe(error)}"
     record.text = reply.text
     record.prompt_tokens = reply.prompt_tokens
     record.cached_tokens = reply.cached_tokens
@@ -325,9 +271,9 @@ async def _stream(
 ) -> None:
     """Reads server-sent events up to `[DONE]`, and records the time of each."""
     async with client.stream("POST", dialogue.path, json=body) as response:
-        if response.is_error:
+        if not response.is_success:
             await response.aread()
-            raise ProtocolError(f"status {response.status_code}: {response.text[:200]}")
+            raise ProtocolError(f"status {failure(response)}")
         async for line in response.aiter_lines():
             if not line.startswith("data:"):
                 continue
@@ -335,8 +281,8 @@ async def _stream(
             if data == "[DONE]":
                 return
             now = time.perf_counter()
-            event = json.loads(data)
-            if "error" in event:
+            event = parse_answer(data, dialogue.path)
+            if isinstance(event, Mapping) and event.get("error") is not None:
                 raise ProtocolError(f"error in the stream: {event['error']}")
             was_finished = reply.finished
             if dialogue.read(event, reply):
@@ -344,7 +290,3 @@ async def _stream(
                 record.end = now
             if reply.finished and not was_finished:
                 record.end = now
-
-
-def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

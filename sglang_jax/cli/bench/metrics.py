@@ -15,7 +15,6 @@ the tokens per chunk, and chunks are not one per token; the number of requests w
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -272,7 +271,9 @@ def format_serving(
             "for the others, the server did not send the number of tokens per chunk."
         )
     if "total_output_tokens_retokenized" not in figures:
-        lines.append("Outputs were not tokenized again: the server has no /tokenize, and --tokenizer names none.")
+        lines.append(
+            "Outputs were not tokenized again: the server's /tokenize gave no count, and --tokenizer names none."
+        )
     return "\n".join(lines)
 
 
@@ -296,11 +297,6 @@ def _rows(figures: Mapping[str, float | int], labels: Sequence[tuple[str, str]])
     """One row for each figure that there is: whole numbers as they are, others with two places."""
     found = [(label, figures[name]) for label, name in labels if name in figures]
     return [_row(label, f"{value:.2f}" if isinstance(value, float) else str(value)) for label, value in found]
-
-
-def append_json_line(path: Path, line: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def check_plotting() -> None:

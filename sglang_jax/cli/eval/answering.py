@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 
-from sglang_jax.cli.bench.load import KEY_REMEDIES, describe
 from sglang_jax.cli.eval.task import Question, Reply, Task
+from sglang_jax.cli.server_client import (
+    ChatCompletion,
+    Completion,
+    ProtocolError,
+    describe,
+    failure,
+    read_answer,
+)
+from sglang_jax.engine.types import FinishKind
 
 if TYPE_CHECKING:
     from sglang_jax.engine.engine import Engine
@@ -61,17 +69,22 @@ async def ask_server(
 async def _post(client: httpx2.AsyncClient, path: str, body: Mapping[str, Any]) -> Reply:
     try:
         response = await client.post(path, json=body)
-        if response.is_error:
-            remedy = KEY_REMEDIES.get(response.status_code, "")
-            return Reply(error=f"status {response.status_code}: {response.text[:200]}{remedy}")
-        answer = response.json()
-        choice = answer["choices"][0]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-        return Reply(str(text or ""), int((answer.get("usage") or {}).get("completion_tokens") or 0))
+        if not response.is_success:
+            return Reply(error=f"status {failure(response)}")
+        answer: ChatCompletion | Completion
+        if "messages" in body:
+            answer = read_answer(ChatCompletion, response.content, path)
+        else:
+            answer = read_answer(Completion, response.content, path)
     except httpx2.RequestError as error:
         return Reply(error=describe(error))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        return Reply(error=f"the answer of {path} could not be read: {describe(error)}")
+    except ProtocolError as error:
+        return Reply(error=error.message)
+    if not answer.choices:
+        return Reply(error=f"the answer of {path} has no choices")
+    choice = answer.choices[0]
+    tokens = answer.usage.completion_tokens if answer.usage else None
+    return Reply(choice.said, tokens or 0, cut=choice.finish_reason == FinishKind.LENGTH)
 
 
 def ask_engine(engine: Engine, task: Task, asking: Asking, *, on_done: OnDone) -> tuple[list[Reply], float]:
@@ -91,7 +104,8 @@ def ask_engine(engine: Engine, task: Task, asking: Asking, *, on_done: OnDone) -
     for result in engine.batch(items(), sampling):
         if result.error is None:
             output = result.outputs[0]
-            replies[result.index] = Reply(output.text, output.completion_tokens)
+            cut = output.finish is not None and output.finish.kind is FinishKind.LENGTH
+            replies[result.index] = Reply(output.text, output.completion_tokens, cut=cut)
         else:
             replies[result.index] = Reply(error=str(result.error))
         on_done()

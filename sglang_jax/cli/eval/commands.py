@@ -15,15 +15,15 @@ import click
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_jax.cli.bench.commands import LoadProgress
-from sglang_jax.cli.bench.load import first_model, open_client
 from sglang_jax.cli.eval.answering import Asking, ask_engine, ask_server
 from sglang_jax.cli.eval.gsm8k import read_gsm8k
 from sglang_jax.cli.eval.mmlu import read_mmlu
 from sglang_jax.cli.eval.task import Reply, Result, Score, Task, Verdict, judge, score, score_by_subject
 from sglang_jax.cli.options import Command, flag_name, options_of, with_model
+from sglang_jax.cli.result_file import check_result_file, writing
+from sglang_jax.cli.server_client import first_model, open_client
 from sglang_jax.cli.starting import print_loading, start_engine
 from sglang_jax.config import EngineConfig, Environment, PositiveInt
-from sglang_jax.errors import ConfigError
 
 ALL_ANSWERED, SOME_FAILED = 0, 1
 
@@ -114,8 +114,7 @@ def eval_mmlu(
 
 def _evaluate(task: Task, evaluation: EvalConfig, engine: EngineConfig, *, chat: bool, json_file: Path | None) -> int:
     """Asks, prints the score and writes the file. Returns the exit status."""
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"--json {json_file} is in a folder that does not exist")
+    check_result_file(json_file, "--json")
     asking = Asking(chat, evaluation.temperature, evaluation.max_new_tokens or task.max_new_tokens)
     if evaluation.base_url is None:
         answers = _ask_engine(task, engine, asking)
@@ -138,11 +137,9 @@ def _evaluate(task: Task, evaluation: EvalConfig, engine: EngineConfig, *, chat:
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=1, ensure_ascii=False)
-    try:
-        # A server's answer may have half of a surrogate pair, whose escape is the same in JSON.
+    with writing(file, "--json"):
+        # A path may have half of a surrogate pair, whose escape is the same in JSON.
         file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"--json {file} cannot be written: {error.strerror}") from error
 
 
 async def _ask_server(
@@ -194,6 +191,7 @@ def figures(task: Task, answers: Answers, results: Sequence[Result]) -> dict[str
                 "predicted": result.predicted,
                 "verdict": result.verdict,
                 "output_tokens": result.reply.output_tokens,
+                "cut": result.reply.cut,
                 "error": result.reply.error,
             }
             for result in results
@@ -212,6 +210,7 @@ def report(task: Task, answers: Answers, results: Sequence[Result], *, chat: boo
         f"Accuracy: {whole.accuracy:.3f}",
         f"Invalid: {whole.invalid:.3f}",
         *([f"Failed: {whole.failed:.3f}"] if whole.failed else []),
+        *([f"At --max-new-tokens: {whole.cut:.3f}"] if whole.cut else []),
         f"Latency: {answers.seconds:.3f} s",
         f"Output throughput: {tokens / answers.seconds:.3f} token/s",
         f"[METRIC] {task.metric}={whole.accuracy:.3f} labels={labels}",

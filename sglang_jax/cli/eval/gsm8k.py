@@ -21,7 +21,8 @@ STOP = ("Question", "Assistant:", "<|separator|>")
 """End a completion: the model continues with another question, or with marks of a chat."""
 
 MARK = "####"
-NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]*)?")
+NUMBER = re.compile(r"(?:(?<![\w)])-)?[0-9]+(?:\.[0-9]*)?")
+"""A minus after a digit, a letter or a bracket is a dash, or subtracts."""
 
 
 class Problem(BaseModel):

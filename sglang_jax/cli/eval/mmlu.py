@@ -136,13 +136,17 @@ def _subjects_of(file: Path) -> Iterator[tuple[str, Subject]]:
     lines = list(_lines(file))
     header = [word.strip() for word in lines[0][1]]
     if set(COLUMNS) <= set(header):
+        if len(lines) == 1:
+            raise ConfigError(f"--data {file} has no questions, only a header")
         places = [header.index(column) for column in COLUMNS]
         subject_at = header.index("Subject") if "Subject" in header else None
         grouped: dict[str, list[Row]] = {}
         for number, words in lines[1:]:
             if len(words) != len(header):
                 raise ConfigError(f"{file}:{number}: must have {len(header)} columns like the header, got {len(words)}")
-            name = file.stem if subject_at is None else words[subject_at]
+            name = file.stem if subject_at is None else words[subject_at].strip()
+            if not name:
+                raise ConfigError(f"{file}:{number}: column Subject is empty")
             grouped.setdefault(name, []).append(_row(file, number, [words[place] for place in places]))
         yield from ((name, Subject(file, rows)) for name, rows in grouped.items())
         return

@@ -39,11 +39,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back for a question. `output_tokens`: 0 if the server does not send them; `error`: why nothing did."""
+    """What came back for a question. `output_tokens`: 0 if the server does not send them; `error`: why nothing did;
+    `cut`: whether it ended at the maximum of tokens."""
 
     text: str = ""
     output_tokens: int = 0
     error: str | None = None
+    cut: bool = False
 
 
 class Verdict(StrEnum):
@@ -67,12 +69,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Fractions of `questions`. Questions without an answer count as wrong in `accuracy`."""
+    """Fractions of `questions`. Questions without an answer count as wrong in `accuracy`; `cut`: of replies that ended
+    at the maximum of tokens."""
 
     questions: int
     accuracy: float
     invalid: float
     failed: float
+    cut: float
 
 
 def judge(task: Task, replies: Sequence[Reply]) -> list[Result]:
@@ -95,7 +99,7 @@ def score(results: Sequence[Result]) -> Score:
     verdicts = [result.verdict for result in results]
     count = len(verdicts)
     right, invalid, failed = (verdicts.count(one) / count for one in (Verdict.RIGHT, Verdict.INVALID, Verdict.FAILED))
-    return Score(count, right, invalid, failed)
+    return Score(count, right, invalid, failed, cut=sum(result.reply.cut for result in results) / count)
 
 
 def score_by_subject(results: Sequence[Result]) -> Mapping[str, Score]:
