@@ -140,9 +140,11 @@ def test_products_of_rows_rounded_to_int8(kind: GGMLQuantizationType, bias: bool
     gate, up = exact.chunk(2, dim=-1)
     gated = matrix.multiply_gated(x, Activation.SILU)
     error, size = (gated.double() - functional.silu(gate) * up).abs(), (functional.silu(gate) * up).abs()
-    # The error of a float32 sum whose terms cancel.
-    of_sums = 4 * torch.finfo(torch.float32).eps * functional.linear(rounded.abs(), weight.abs()).chunk(2, dim=-1)[0]
-    assert bool((error <= 1.02 * torch.finfo(torch.bfloat16).eps * size + of_sums * up.abs() + 1e-4).all())
+    # The errors of float32 sums whose terms cancel.
+    terms = 4 * torch.finfo(torch.float32).eps * functional.linear(rounded.abs(), weight.abs())
+    of_gate, of_up = terms.chunk(2, dim=-1)
+    of_sums = of_gate * up.abs() + of_up * functional.silu(gate).abs() + 1e-4
+    assert bool((error <= 1.02 * torch.finfo(torch.bfloat16).eps * size + of_sums).all())
     for first, last in ((0, 1), (5, 7), (9, 12), (20, 24), (30, 39), (40, 57)):
         assert torch.equal(matrix.multiply(x[first:last]), found[first:last])
         assert torch.equal(matrix.multiply_gated(x[first:last], Activation.SILU), gated[first:last])
