@@ -101,7 +101,7 @@ def kv_cache_spec(
     """The memory of a model: pages with keys and values of `dtype`, and slots for states. `num_pages`: pages, or slots,
     of each cache group, or one number for all. `platform`: JAX's default if None; `state_dtypes`: float32 if None.
     `count_experts`: whether layers count the tokens that choose each expert. `shards_on_device`: each device has the
-    heads of so many shards; the pages, or slots, of each shard follow those of the one before."""
+    heads of this many shards; the pages, or slots, of each shard follow those of the one before."""
     form = PlatformLayout.of(platform or jax.default_backend())
     groups = group_of_layers(config)
     counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(cache_groups(config))

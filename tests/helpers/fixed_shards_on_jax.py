@@ -36,14 +36,15 @@ def main(folder: str, dtype: str, page_size: str, shards: str, states: str) -> N
         )
 
     sizes = [size for size in range(1, int(shards) + 1) if int(shards) % size == 0]
-    first, *others = [model(size).run(sequences, STEPS) for size in sizes]
+    models = [model(size) for size in sizes]
+    first, *others = [each.run(sequences, STEPS) for each in models]
     for logits, whole in zip(first, model(1, None).run(sequences, STEPS), strict=True):
         np.testing.assert_allclose(
             logits, whole, rtol=0, atol=(1e-4 if dtype == "float32" else 0.05) * np.abs(whole).max()
         )
     for logits in others:
         print(sum(int((mine != theirs).sum()) for mine, theirs in zip(logits, first, strict=True)), end=" ")
-    print(differences(model(sizes[-1]), sequences, MIXED_TOKENS, states=states == "True"))
+    print(differences(models[-1], sequences, MIXED_TOKENS, states=states == "True"))
 
 
 if __name__ == "__main__":
