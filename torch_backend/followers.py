@@ -206,6 +206,6 @@ def _refuse(config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Raises `ConfigError` early for options that every rank would refuse, each with a traceback."""
     refuse_orbax(checkpoint)
     models = open_models(config, checkpoint)
+    shards_of(config, models.main.config)
     for model in models.all:
         ModelShard.of(model.config, 0, config.tp_size)
-    shards_of(config, models.main.config)

@@ -21,6 +21,11 @@ def shards_of(config: EngineConfig, model: ModelConfig) -> int | None:
         return None
     layers = set(model.layers)
     shards = next((count for count in SHARDS if all(_divides(layer, count) for layer in layers)), 1)
+    if shards == 1 and config.tp_size > 1:
+        raise ConfigError(
+            "deterministic tp cannot divide this model into parts that are computed separately, got tp_size "
+            f"{config.tp_size}: choose tp_size 1, or deterministic batch"
+        )
     if shards % config.tp_size:
         raise ConfigError(
             f"deterministic tp computes this model in {shards} shards, got tp_size {config.tp_size}: choose one of "
