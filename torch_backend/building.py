@@ -75,12 +75,12 @@ class TorchBackend:
             _refuse_experts(models.main.config)
         dtype = select_dtype(config.dtype, device)
         kv_form = kv_form_of(config, dtype)
-        configs = [each.config for each in models.all]
-        num_shards = shards_of(config, configs)
+        num_shards = shards_of(config, models.main.config)
         size = parallel.size if num_shards is None else num_shards
         # As many threads as with one process per shard: a library's sums may depend on their number.
-        share_cores(size // parallel.size, device)
-        heads = dict.fromkeys(form for each in configs for form in ModelShard.of(each, 0, size).head_forms(each))
+        share_cores(size, device)
+        sizes = [(models.main.config, size), *((draft.config, parallel.size) for draft in models.all[1:])]
+        heads = dict.fromkeys(form for each, own in sizes for form in ModelShard.of(each, 0, own).head_forms(each))
         rounds = config.keep_gguf_blocks and config.cpu_activations is CpuActivations.INT8
         form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds)
         latents = any(each.config.keeps_latents for each in models.all)
@@ -111,16 +111,19 @@ class TorchBackend:
         checkpoint, quantization = models.main, models.quantization
         if checkpoint.transformers_config is not None:
             return self._build_traced(checkpoint)
-        build = self._builder(checkpoint, quantization)
+        build = self._builder(checkpoint, quantization, self.num_shards)
         model = build(block_matrices=_block_matrices(self.config, checkpoint, build, self.kernels))
-        return self._unloaded(checkpoint, quantization, self.kv_form, model)
+        return self._unloaded(checkpoint, quantization, self.kv_form, model, in_shards=self.num_shards is not None)
 
     def build_draft(self, draft: Checkpoint) -> UnloadedModel:
         """See `Backend`. Raises `CheckpointError` for an Orbax checkpoint."""
         refuse_orbax(draft)
-        return self._unloaded(draft, None, KVForm(self.dtype, self.dtype), self._builder(draft, None)())
+        model = self._builder(draft, None, None)()
+        return self._unloaded(draft, None, KVForm(self.dtype, self.dtype), model, in_shards=False)
 
-    def _builder(self, checkpoint: Checkpoint, quantization: Quantization | None) -> Callable[..., Transformer]:
+    def _builder(
+        self, checkpoint: Checkpoint, quantization: Quantization | None, num_shards: int | None
+    ) -> Callable[..., Transformer]:
         return partial(
             build_model,
             checkpoint.config,
@@ -132,11 +135,17 @@ class TorchBackend:
             parallel=self.parallel,
             encodings=encodings_of(checkpoint, quantization),
             fixed=self.config.batch_invariant,
-            num_shards=self.num_shards,
+            num_shards=num_shards,
         )
 
     def _unloaded(
-        self, checkpoint: Checkpoint, quantization: Quantization | None, kv_form: KVForm, model: Transformer
+        self,
+        checkpoint: Checkpoint,
+        quantization: Quantization | None,
+        kv_form: KVForm,
+        model: Transformer,
+        *,
+        in_shards: bool,
     ) -> UnloadedModel:
         config, reader = checkpoint.config, checkpoint.reader
         assert reader is not None
@@ -152,9 +161,7 @@ class TorchBackend:
 
         in_8_bits = matrices_in_8_bits(model, config)
         size = weight_bytes(model)
-        return UnloadedModel(
-            config, model.shards, kv_form, model, size, load, in_8_bits, in_shards=self.num_shards is not None
-        )
+        return UnloadedModel(config, model.shards, kv_form, model, size, load, in_8_bits, in_shards=in_shards)
 
     def _build_traced(self, checkpoint: Checkpoint) -> UnloadedModel:
         # Imported here, because only these models need the transformers library.

@@ -205,7 +205,7 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
 def _refuse(config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Raises `ConfigError` early for options that every rank would refuse, each with a traceback."""
     refuse_orbax(checkpoint)
-    models = [model.config for model in open_models(config, checkpoint).all]
-    for model in models:
-        ModelShard.of(model, 0, config.tp_size)
-    shards_of(config, models)
+    models = open_models(config, checkpoint)
+    shards_of(config, models.main.config)
+    for model in models.all:
+        ModelShard.of(model.config, 0, config.tp_size)

@@ -76,6 +76,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     refuse_orbax(checkpoint)
     device = select_device(config.device, parallel.rank)
     stream: Stream = CpuThread() if device.type == "cpu" else CudaStream(device)
+    threads = torch.get_num_threads()
     try:
         # On the CPU all of torch's work runs on one thread. Each thread that computes has its own team of OpenMP
         # threads; with more threads than cores, these sleep between operations, and a decode step takes 1.6 times as
@@ -84,6 +85,9 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     except BaseException:
         stream.close()
         raise
+    finally:
+        # Only the stream's thread keeps its share of the cores, so that a later engine divides all of them again.
+        torch.set_num_threads(threads)
 
 
 def _load_on(

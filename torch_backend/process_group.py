@@ -38,7 +38,6 @@ def join(
             "tp_size above 1 needs torch.distributed, which this process already uses: start the engine in "
             "a separate process"
         )
-    share_cores(size, device)
     with _over_loopback():
         torch.distributed.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=size)
     control = torch.distributed.group.WORLD
@@ -85,7 +84,8 @@ def _over_loopback() -> Iterator[None]:
 
 
 def share_cores(size: int, device: torch.device) -> None:
-    """Divides the threads of this process by `size`, on a CPU, whose cores the processes share."""
+    """Divides torch's threads by `size`, on a CPU, whose cores the processes share: for this thread, and for those that
+    use torch later."""
     if device.type == "cpu":
         torch.set_num_threads(max(torch.get_num_threads() // size, 1))
 

@@ -185,6 +185,7 @@ class TorchRunner:
         self._has_weights = True
         self._model = self._with_draft(model)
         self._device = device
+        self._device_name = device_name(device)  # here, because threads of torch are counted for each thread
         self._stream = stream or CpuThread()
         self._sampler = sampler or NativeSampler()
         self._page_size = spec.pools[0].page_size
@@ -356,7 +357,7 @@ class TorchRunner:
         graphs = 0 if self._graphs is None else len(self._graphs)
         return RunnerReport(
             backend="torch",
-            device=device_name(self._device),
+            device=self._device_name,
             compiled_programs=graphs,
             compiles_after_warm_up=graphs - self._warm_graphs,
             weight_bytes=self._weight_bytes if self._has_weights else 0,

@@ -135,7 +135,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     refuse_with_determinism(options, request.model)
     refuse_with_states(options, request.model)
     refuse_with_latents(options, request.model)
-    num_shards = shards_on_jax(options, [request.model])
+    num_shards = shards_on_jax(options, request.model)
     parallel = TensorParallel.of(request.model, options.tp_size, num_shards)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])

@@ -103,10 +103,9 @@ class JaxBackend:
     def choose(cls, config: EngineConfig, models: Models) -> JaxBackend:
         """Chooses the first `config.tp_size` devices of `config.device`, and dtypes and kernels for them. Raises
         `ConfigError` for options that the models or the machine do not support."""
-        configs = [each.config for each in models.all]
-        num_shards = shards_on_jax(config, configs)
-        for each in configs:
-            TensorParallel.of(each, config.tp_size, num_shards)  # refuses what cannot be sharded, on any machine
+        num_shards = shards_on_jax(config, models.main.config)
+        for each in models.all:
+            TensorParallel.of(each.config, config.tp_size)  # refuses what cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
         attention = choose_attention(config, devices[0])
         dtype = select_dtype(config.dtype, devices[0])
@@ -125,38 +124,30 @@ class JaxBackend:
         return f"{self.dtype.name} on {len(self.devices)} x {self.devices[0].device_kind}, KV in {self.kv_dtype.name}"
 
     def build(self, models: Models) -> UnloadedModel:
-        build = self._builder(models.main, models.quantization, self.kv_dtype)
+        parallel = TensorParallel.of(models.main.config, self.config.tp_size, self.num_shards)
+        build = self._builder(parallel, models.main, models.quantization, self.kv_dtype)
         products = _block_products(self.config, models.main, build, self.devices[0], self.dtype)
-        return self._unloaded(models.main, models.quantization, self.kv_dtype, partial(build, block_products=products))
+        build = partial(build, block_products=products)
+        return UnloadedModel(models.main, models.quantization, parallel, self.kv_dtype, build, build())
 
     def build_draft(self, draft: Checkpoint) -> UnloadedModel:
-        return self._unloaded(draft, None, self.dtype, self._builder(draft, None, self.dtype))
+        parallel = TensorParallel.of(draft.config, self.config.tp_size)
+        build = self._builder(parallel, draft, None, self.dtype)
+        return UnloadedModel(draft, None, parallel, self.dtype, build, build())
 
     def _builder(
-        self, checkpoint: Checkpoint, quantization: Quantization | None, kv_dtype: jnp.dtype
+        self, parallel: TensorParallel, checkpoint: Checkpoint, quantization: Quantization | None, kv_dtype: jnp.dtype
     ) -> Callable[..., Transformer]:
         return partial(
             build_model,
-            self._parallel(checkpoint).config,
+            parallel.config,
             dtype=self.dtype,
             attention=self.attention,
             platform=self.platform,
             kv_dtype=kv_dtype,
             encodings=encodings_of(checkpoint, quantization),
-            num_shards=self.num_shards,
+            num_shards=parallel.num_shards,
         )
-
-    def _parallel(self, checkpoint: Checkpoint) -> TensorParallel:
-        return TensorParallel.of(checkpoint.config, self.config.tp_size, self.num_shards)
-
-    def _unloaded(
-        self,
-        checkpoint: Checkpoint,
-        quantization: Quantization | None,
-        kv_dtype: jnp.dtype,
-        build: Callable[[], Transformer],
-    ) -> UnloadedModel:
-        return UnloadedModel(checkpoint, quantization, self._parallel(checkpoint), kv_dtype, build, build())
 
     def available(self) -> int:
         """Free bytes of the node with the least memory, per device. Devices that are one CPU share its memory."""
@@ -213,14 +204,14 @@ def _block_products(
     return products if keeps_blocks(needed, room) else no_blocks
 
 
-def shards_on_jax(config: EngineConfig, models: Sequence[ModelConfig]) -> int | None:
-    """The number of shards in which models are computed: that of `shards_of`; one for each device if the order of the
+def shards_on_jax(config: EngineConfig, model: ModelConfig) -> int | None:
+    """The number of shards in which a model is computed: that of `shards_of`; one for each device if the order of the
     compiler's sums over devices could depend on a token's place; else None. Raises `ConfigError` for options that
     shards do not support."""
-    found = shards_of(config, models)
+    found = shards_of(config, model)
     if found is None and config.batch_invariant and config.tp_size > _MOST_DEVICES_IN_ANY_ORDER:
         found = config.tp_size
-        check_divisible(models, found)
+        check_divisible(model, found)
     if found is None:
         return None
     if config.keep_gguf_blocks:

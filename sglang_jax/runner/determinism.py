@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
 from sglang_jax.config import Deterministic, EngineConfig, MambaDtype, ModelImpl
@@ -15,13 +13,19 @@ the model can be divided. Sums over shards are a binary tree. Processes with equ
 the number of shards is a power of two, or if there is one process, or one for each shard."""
 
 
-def shards_of(config: EngineConfig, models: Iterable[ModelConfig]) -> int | None:
-    """The number of shards in which all of `models` are computed, whatever `tp_size` is; None without `deterministic`
-    tp, and for models that cannot be divided. Raises `ConfigError` for a `tp_size` that does not divide it."""
+def shards_of(config: EngineConfig, model: ModelConfig) -> int | None:
+    """The number of shards in which `model` is computed, whatever `tp_size` is; None without `deterministic` tp, and
+    for a model that cannot be divided. A draft model is not computed in shards: results do not depend on its guesses.
+    Raises `ConfigError` for a `tp_size` that does not divide the number."""
     if config.deterministic is not Deterministic.TP:
         return None
-    layers = {layer for model in models for layer in model.layers}
+    layers = set(model.layers)
     shards = next((count for count in SHARDS if all(_divides(layer, count) for layer in layers)), 1)
+    if shards == 1 and config.tp_size > 1:
+        raise ConfigError(
+            "deterministic tp cannot divide this model into parts that are computed separately, got tp_size "
+            f"{config.tp_size}: choose tp_size 1, or deterministic batch"
+        )
     if shards % config.tp_size:
         raise ConfigError(
             f"deterministic tp computes this model in {shards} shards, got tp_size {config.tp_size}: choose one of "
@@ -30,15 +34,14 @@ def shards_of(config: EngineConfig, models: Iterable[ModelConfig]) -> int | None
     return None if shards == 1 else shards
 
 
-def check_divisible(models: Iterable[ModelConfig], shards: int) -> None:
+def check_divisible(model: ModelConfig, shards: int) -> None:
     """Raises `ConfigError` unless each of `shards` computes its part of every layer without the others."""
-    for model in models:
-        for number, layer in enumerate(model.layers):
-            if not _divides(layer, shards):
-                raise ConfigError(
-                    f"enable_deterministic_inference does not support tp_size {shards}: layer {number} cannot be "
-                    "divided into parts that are computed separately"
-                )
+    for number, layer in enumerate(model.layers):
+        if not _divides(layer, shards):
+            raise ConfigError(
+                f"enable_deterministic_inference does not support tp_size {shards}: layer {number} cannot be "
+                "divided into parts that are computed separately"
+            )
 
 
 def _divides(layer: LayerConfig, shards: int) -> bool:

@@ -21,12 +21,13 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import create_runner
-from sglang_jax.jax_runner.building import choose_attention, shards_on_jax
+from sglang_jax.jax_runner.building import JaxBackend, choose_attention, shards_on_jax
 from sglang_jax.jax_runner.loading import load_rank
 from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, build_model
+from sglang_jax.runner.assembly import Models
 from sglang_jax.runner.plan import PromptLogprobs
 from sglang_jax.runner.protocol import Runner
 
@@ -180,17 +181,24 @@ def test_the_same_results_in_every_step_need_attention_that_gives_them(
 
 def test_devices_whose_sums_may_depend_on_the_batch_compute_shards(folder: Path) -> None:
     model, same = small_config(), {"enable_deterministic_inference": True}
-    assert [shards_on_jax(options(folder, **same, tp_size=size), [model]) for size in (1, 2, 4)] == [None, None, 4]
-    assert shards_on_jax(options(folder, tp_size=4), [model]) is None
-    assert shards_on_jax(options(folder, deterministic="tp"), [model]) == 4
+    assert [shards_on_jax(options(folder, **same, tp_size=size), model) for size in (1, 2, 4)] == [None, None, 4]
+    assert shards_on_jax(options(folder, tp_size=4), model) is None
+    assert shards_on_jax(options(folder, deterministic="tp"), model) == 4
     norm = QKNorm(norm=model.final_norm, whole=True)
     mixer = replace(model.layers[1].mixer, qk_norm=norm)
     whole = replace(model, layers=(model.layers[0], replace(model.layers[1], mixer=mixer)))
     with pytest.raises(ConfigError, match="does not support tp_size 4: layer 1 cannot be divided into parts"):
-        shards_on_jax(options(folder, **same, tp_size=4), [whole])
+        shards_on_jax(options(folder, **same, tp_size=4), whole)
     for more in ({"kv_cache_dtype": "int8"}, {"keep_gguf_blocks": True}):
         with pytest.raises(ConfigError, match=f"{next(iter(more))}.* does not support deterministic tp"):
-            shards_on_jax(options(folder, deterministic="tp", **more), [model])
+            shards_on_jax(options(folder, deterministic="tp", **more), model)
+
+
+def test_a_draft_model_does_not_change_the_shards(folder: Path) -> None:
+    main = open_checkpoint(str(folder))
+    models = Models(main, replace(main, config=small_config(num_heads=3, num_kv_heads=1)), None)
+    backend = JaxBackend.choose(options(folder, deterministic="tp"), models)
+    assert [each.parallel.num_shards for each in (backend.build(models), backend.build_draft(main))] == [4, None]
 
 
 def test_closing_frees_the_device(folder: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.plan_driver import PlanDriver
+from helpers.small_configs import small_config
 from helpers.tiny_models import make_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -250,3 +251,27 @@ def test_equal_results_of_experts_are_refused_on_a_gpu(tmp_path: Path) -> None:
     models = Models(open_checkpoint(config.model_path), None, None)
     with pytest.raises(ConfigError, match="enable_deterministic_inference does not support experts on a GPU"):
         building.TorchBackend.choose(config, models, torch.device("cuda"), SingleProcess())
+
+
+def test_later_runners_have_as_many_threads(folder: Path) -> None:
+    """Sums may depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        for _ in range(2):
+            runner = make_runner(options(folder, deterministic="tp"))
+            assert runner.report().device == "cpu (2 threads)"
+            runner.close()
+            assert torch.get_num_threads() == 8
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_draft_model_does_not_change_the_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "share_cores", lambda size, device: None)
+    main = open_checkpoint(str(folder))
+    models = Models(main, replace(main, config=small_config(num_heads=3, num_kv_heads=1)), None)
+    config = options(folder, deterministic="tp", attention_backend="native")
+    backend = building.TorchBackend.choose(config, models, torch.device("cpu"), SingleProcess())
+    assert backend.num_shards == 4
+    assert (backend.build(models).in_shards, backend.build_draft(main).in_shards) == (True, False)

@@ -32,6 +32,8 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 
+PROMPT_LOGPROBS = "jit(step)/cond/branch_1_fun/while"
+
 _CHILD = """
 import tempfile
 from pathlib import Path
@@ -107,6 +109,36 @@ def test_steps_of_other_families_have_the_same_loops(name: str, tmp_path: Path) 
     check(*_loops(folder, "v6e-1", max_running_requests=16, chunked_prefill_size=256))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
+def test_a_shard_has_the_same_loops_on_any_number_of_devices(topology: str, tmp_path: Path) -> None:
+    """Logprobs of prompts are computed on other devices than their logits, so of those loops, sums are compared."""
+    changes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes | {"vocab_size": 8192}))
+    sizes = {"max_running_requests": 2, "chunked_prefill_size": 512}
+    alone, *others = [_loops(tmp_path, topology, deterministic="tp", tp_size=size, **sizes) for size in (1, 2, 8)]
+    for decode, mixed in others:
+        check(alone[0], _without_meshes(decode))
+        check(_sums(alone[1], PROMPT_LOGPROBS), _sums(_without_meshes(mixed), PROMPT_LOGPROBS))
+
+
 def _loops(folder: Path, topology: str, **options: Any) -> tuple[Loops, Loops]:
-    sizes = {"context_length": 512, "max_total_tokens": 4096}
-    return compiled_loops(folder, topology, enable_deterministic_inference=True, **sizes, **options)
+    sizes = {"context_length": 512, "max_total_tokens": 4096, "deterministic": "batch"}
+    return compiled_loops(folder, topology, **sizes | options)
+
+
+def _without_meshes(loops: Loops) -> Loops:
+    """The loops with the names that they have on one device."""
+    bodies = dict[str, list[str]]()
+    for origin, found in loops.bodies.items():
+        bodies.setdefault(origin.replace("/shard_map", ""), []).extend(found)
+    return Loops({origin: sorted(found) for origin, found in bodies.items()}, loops.outside)
+
+
+def _sums(loops: Loops, of: str) -> Loops:
+    """The loops, of which those with the name `of` have only their sums."""
+    found = [
+        "\n".join(line for line in body.splitlines() if line.startswith(("convolution ", "dot ", "reduce ")))
+        for body in loops.bodies[of]
+    ]
+    return Loops(loops.bodies | {of: sorted(found)}, loops.outside)
