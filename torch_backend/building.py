@@ -13,7 +13,7 @@ from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import CacheGroup, cache_groups
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
+from sglang_jax.config import AttentionBackend, CpuActivations, EngineConfig, KVCacheDtype, MambaDtype
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.assembly import Models
 from sglang_jax.runner.determinism import shards_of
@@ -81,7 +81,8 @@ class TorchBackend:
         # As many threads as with one process per shard: a library's sums may depend on their number.
         share_cores(size // parallel.size, device)
         heads = dict.fromkeys(form for each in configs for form in ModelShard.of(each, 0, size).head_forms(each))
-        form = CpuForm(dtype, kv_form.keys, tuple(heads))
+        rounds = config.keep_gguf_blocks and config.cpu_activations is CpuActivations.INT8
+        form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds)
         latents = any(each.config.keeps_latents for each in models.all)
         kernels = choose_kernels(
             config.attention_backend,

@@ -29,11 +29,13 @@ _DTYPES = (torch.bfloat16, torch.float32)
 @dataclass(frozen=True, slots=True)
 class CpuForm:
     """The dtypes and head sizes for which CPU kernels are compiled: `dtype` of activations, `kv_dtype` of keys and
-    values, and the heads of each kind of layer."""
+    values, and the heads of each kind of layer. `int8_activations`: of products with matrices in blocks, where the
+    processor has the instructions."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
     heads: tuple[HeadForm, ...]
+    int8_activations: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +93,18 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
 
     compiler = caching_compiler(cache_folder)
     multiplies = form.dtype is torch.bfloat16 and vectors.supported()
+    integers = form.int8_activations and vectors.supported(vectors.NEEDED_FOR_INTEGERS)
+    if form.int8_activations:
+        logger.info(
+            "Matrices in blocks multiply activations %s",
+            "rounded to int8" if integers else "in bfloat16: int8 needs avx512_vnni",
+        )
     try:
         prompts = CpuPrompts(compiler, form.heads) if multiplies and CpuPrompts.take(form.heads) else None
         return CpuKernels(
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
             CpuAttention(compiler, form.dtype, form.heads, prompts),
-            block_matrix.BlockProducts(compiler) if multiplies else None,
+            block_matrix.BlockProducts(compiler, int8_activations=integers) if multiplies else None,
             prompts is not None,
         )
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
@@ -153,7 +153,7 @@ class Module:
                 if "windowed_dot_general" in loop["body"]:
                     result, given = f"windowed_dot_general {instruction.result}", tuple(carried.values())
                     yield replace(found, result=result, takes=given)
-                trips = self._trips(loop["condition"], loop["body"])
+                trips = self._trips(loop["condition"], loop["body"], _initial(instruction, own))
                 yield from self._walk(loop["body"], times * trips, conditional, carried)
             elif branches := _BRANCHES.search(instruction.line):
                 for branch in _OPERAND.findall(branches["names"]):
@@ -212,9 +212,8 @@ class Module:
 
     def _carried(self, loop: _Instruction, own: dict[str, _Instruction], names: dict[str, str]) -> dict[int, str]:
         """Elements of a loop's initial tuple that are arguments of the program."""
-        given = own.get(loop.operands[0])
-        operands = given.operands if given is not None and given.kind == "tuple" else ()
-        return {index: names[name] for index, name in enumerate(operands) if names.get(name)}
+        given = (None if each is None else names.get(each.name) for each in _initial(loop, own))
+        return {index: name for index, name in enumerate(given) if name}
 
     def _moved(self, instruction: _Instruction, names: dict[str, str], own: dict[str, _Instruction]) -> str:
         """The argument that an instruction moves: by a copy, or a fusion of only moves. A copy to another memory,
@@ -232,13 +231,14 @@ class Module:
                 return names[instruction.operands[0]]
         return ""
 
-    def _trips(self, condition: str, body: str) -> int:
-        """Trips of a loop whose condition compares a counter from 0 with a constant; 1 for any other."""
+    def _trips(self, condition: str, body: str, initial: Sequence[_Instruction | None]) -> int:
+        """Trips of a loop whose condition compares a counter from 0 with a constant, which may be an element of its
+        initial tuple; 1 for any other."""
         own = self._computations.get(condition, {})
         compared = next((found for found in own.values() if found.root and "direction=LT" in found.line), None)
         if compared is None:
             return 1
-        limit = next((found for name in compared.operands if (found := _constant(own.get(name)))), 1)
+        limit = next((found for name in compared.operands if (found := _constant(own.get(name), initial))), 1)
         counter = own.get(compared.operands[0])
         index = _INDEX.search(counter.line) if counter is not None else None
         return -(-limit // self._increment(body, int(index[1]))) if index else limit
@@ -270,8 +270,18 @@ def _as_it_lies(instruction: _Instruction) -> str:
     return _MEMORY.sub("", instruction.result)
 
 
-def _constant(instruction: _Instruction | None) -> int:
-    """The value of an integer constant; 0 for all else."""
+def _initial(loop: _Instruction, own: dict[str, _Instruction]) -> tuple[_Instruction | None, ...]:
+    """The elements of a loop's initial tuple, where they are known."""
+    given = own.get(loop.operands[0])
+    return () if given is None or given.kind != "tuple" else tuple(own.get(name) for name in given.operands)
+
+
+def _constant(instruction: _Instruction | None, elements: Sequence[_Instruction | None] = ()) -> int:
+    """The value of an integer constant, or of one of the `elements` that the instruction takes from a tuple; 0 for all
+    else."""
+    if instruction is not None and instruction.kind == "get-tuple-element" and elements:
+        index = _INDEX.search(instruction.line)
+        instruction = elements[int(index[1])] if index else None
     found = re.search(r" constant\((\d+)\)", instruction.line) if instruction is not None else None
     return int(found[1]) if found else 0
 

@@ -48,6 +48,13 @@ class Deterministic(Choice):
     TP = "tp"
 
 
+class CpuActivations(Choice):
+    """The form of activations in products with matrices in blocks on a CPU."""
+
+    EXACT = "exact"
+    INT8 = "int8"
+
+
 class LoadFormat(Choice):
     AUTO = "auto"
     SAFETENSORS = "safetensors"

@@ -13,6 +13,7 @@ from sglang_jax.config.choices import (
     AttentionBackend,
     Backend,
     CompilePass,
+    CpuActivations,
     Deterministic,
     Device,
     Dtype,
@@ -105,6 +106,11 @@ class EngineConfig(BaseModel):
         False,
         description="also keep GGUF's Q4_0, Q4_1 and Q8_0 matrices quantised, for steps with few rows: faster on a CPU "
         "with avx512_bf16; bfloat16 rounding then depends on the batch size",
+    )
+    cpu_activations: CpuActivations = Field(
+        CpuActivations.EXACT,
+        description="with keep_gguf_blocks on torch: exact: activations are multiplied as they are; int8: rounded to "
+        "int8 with a scale for 32 of them, which is faster",
     )
     backend: Backend = Field(
         Backend.AUTO,

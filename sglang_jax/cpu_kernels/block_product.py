@@ -68,7 +68,7 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width:
                         if gated:
                             second = sums + 4 * LARGEST * OUTPUTS
                             up = _total(second, work[FIRST_FIELD + 3], row, i, outputs + tile * OUTPUTS + i)
-                            store(output, i, _activated(total, work[FIRST_FIELD + 10]))
+                            store(output, i, activated(total, work[FIRST_FIELD + 10]))
                             total = load(output, i) * up
                         store(output, i, total)
 
@@ -84,7 +84,7 @@ def _total(sums, bias, row, i, output):
 
 
 @_part
-def _activated(x, activation):
+def activated(x, activation):
     """x times its logistic, or, for the tanh approximation of GELU, that of a polynomial of x."""
     inner = x
     if activation == GELU_TANH:

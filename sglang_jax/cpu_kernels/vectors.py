@@ -10,6 +10,9 @@ from numba.core.codegen import get_host_cpu_features
 NEEDED = ("avx512bw", "avx512bf16")
 """Required features of the processor, by LLVM's names."""
 
+NEEDED_FOR_INTEGERS = ("avx512bw", "avx512vnni")
+"""Those of integer products (`integer_tiles`)."""
+
 
 class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite lacks."""
@@ -30,11 +33,11 @@ FLOATS, WORDS, DOUBLE_WORDS = ir.VectorType(F32, 16), ir.VectorType(I16, 32), ir
 BFLOATS = ir.VectorType(_BFloat(), 32)
 
 
-def supported() -> bool:
-    """Whether the processor has these instructions, without which LLVM would end the process."""
+def supported(wanted: tuple[str, ...] = NEEDED) -> bool:
+    """Whether the processor has the instructions `wanted`, without which LLVM would end the process."""
     named: str | None = config.CPU_FEATURES
     features = get_host_cpu_features() if named is None else named
-    return all(f"+{needed}" in features.split(",") for needed in NEEDED)
+    return all(f"+{needed}" in features.split(",") for needed in wanted)
 
 
 def round_to_bfloat16(builder, low, high):

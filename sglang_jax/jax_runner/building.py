@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from sglang_jax.architectures.model_config import ModelConfig, cache_groups
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
+from sglang_jax.config import AttentionBackend, CpuActivations, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
 from sglang_jax.jax_runner.buckets import Buckets
@@ -198,6 +198,8 @@ def _block_products(
     if not config.keep_gguf_blocks:
         return no_blocks
     check_block_kernels(device, dtype, config.tp_size)
+    if config.cpu_activations is CpuActivations.INT8:
+        raise ConfigError("cpu_activations int8 needs the torch backend: choose exact, or --backend torch")
     if checkpoint.reader is None or not checkpoint.reads_gguf:
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     address = config.cache_address()

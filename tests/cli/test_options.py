@@ -80,6 +80,7 @@ OTHER_VALUES: dict[str, Any] = {
     "warmup": "full",
     "skip_warmup": True,
     "keep_gguf_blocks": True,
+    "cpu_activations": "int8",
     "watchdog_timeout": 30.0,
     "engine_start_timeout": 60.0,
     "max_engine_restarts": 2,

@@ -32,5 +32,10 @@ def block_products() -> BlockProducts:
     return BlockProducts(_compiler())
 
 
+@functools.cache
+def integer_products() -> BlockProducts:
+    return BlockProducts(_compiler(), int8_activations=True)
+
+
 def _compiler() -> KernelCompiler:
     return caching_compiler(EngineConfig().cache_folder())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from helpers import gguf_blocks
-from helpers.cpu_kernels import block_products
+from helpers.cpu_kernels import block_products, integer_products
 from helpers.gguf_blocks import KINDS, opened, stored
 from helpers.gguf_files import make_tiny_gguf
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
@@ -25,6 +25,7 @@ from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.encoding import Q4, Stored
 from sglang_jax.config import AttentionBackend, EngineConfig
 from sglang_jax.cpu_kernels import vectors
+from sglang_jax.cpu_kernels.block_layout import rounded_rows
 from sglang_jax.cpu_kernels.vectors import supported
 from sglang_jax.errors import ConfigError
 from torch_backend import building
@@ -44,6 +45,9 @@ from torch_backend.weights import bytes_in_blocks, load_weights, weight_bytes
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
+needs_integers = pytest.mark.skipif(
+    not (supported() and supported(vectors.NEEDED_FOR_INTEGERS)), reason="kernels need a processor with avx512_vnni"
+)
 needs_units = pytest.mark.skipif(not supported(), reason="kernels need a processor with avx512_bf16")
 
 
@@ -116,10 +120,44 @@ def test_a_product_is_batch_invariant(kind: GGMLQuantizationType, tmp_path: Path
         assert torch.equal(matrix.multiply_gated(x[first:last], Activation.SILU), gated[first:last])
 
 
-@needs_units
-def test_nan_and_infinity_are_reported(tmp_path: Path) -> None:
-    blocks, _ = blocks_of(GGMLQuantizationType.Q4_1, 8, 64, tmp_path)
-    matrix = block_products().matrix(blocks, None)
+@needs_integers
+@every_kind
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_products_of_rows_rounded_to_int8(kind: GGMLQuantizationType, bias: bool, tmp_path: Path) -> None:
+    """Against float64 products of the rounded rows, rounded once; with rows as they are, the error is about that of
+    rounding to 255 numbers. Bit for bit the same in any batch."""
+    blocks, _ = blocks_of(kind, 2080, 160, tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn((64, 160), generator=generator).bfloat16()
+    x[5, 32:64] = 0
+    offset = torch.randn(2080, generator=generator).bfloat16() if bias else None
+    weight = torch.from_numpy(blocks.widened()).double()
+    rounded = torch.from_numpy(rounded_rows(x.float().numpy())).double()
+    matrix = integer_products().matrix(blocks, offset)
+    exact = functional.linear(rounded, weight, None if offset is None else offset.double())
+    found = matrix.multiply(x)
+    check_rounded_once(found, exact)
+    gate, up = exact.chunk(2, dim=-1)
+    gated = matrix.multiply_gated(x, Activation.SILU)
+    error, size = (gated.double() - functional.silu(gate) * up).abs(), (functional.silu(gate) * up).abs()
+    # The errors of float32 sums whose terms cancel.
+    terms = 4 * torch.finfo(torch.float32).eps * functional.linear(rounded.abs(), weight.abs())
+    of_gate, of_up = terms.chunk(2, dim=-1)
+    of_sums = of_gate * up.abs() + of_up * functional.silu(gate).abs() + 1e-4
+    assert bool((error <= 1.02 * torch.finfo(torch.bfloat16).eps * size + of_sums).all())
+    for first, last in ((0, 1), (5, 7), (9, 12), (20, 24), (30, 39), (40, 57)):
+        assert torch.equal(matrix.multiply(x[first:last]), found[first:last])
+        assert torch.equal(matrix.multiply_gated(x[first:last], Activation.SILU), gated[first:last])
+    unrounded = functional.linear(x.double(), weight)
+    assert float((functional.linear(rounded, weight) - unrounded).norm() / unrounded.norm()) < 0.01
+
+
+@pytest.mark.parametrize(
+    "products", [pytest.param("exact", marks=needs_units), pytest.param("int8", marks=needs_integers)]
+)
+def test_nan_and_infinity_are_reported(products: str, tmp_path: Path) -> None:
+    blocks, _ = blocks_of(GGMLQuantizationType.Q4_1, 16, 64, tmp_path)
+    matrix = (block_products() if products == "exact" else integer_products()).matrix(blocks, None)
     x = torch.ones((6, 64)).bfloat16()
     x[1, 3], x[4, 60] = torch.nan, torch.inf
     found = matrix.multiply(x)

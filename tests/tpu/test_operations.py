@@ -172,6 +172,36 @@ def test_loops_count_per_iteration_and_branches_do_not_count() -> None:
     ]
 
 
+def test_a_limit_of_a_loop_may_be_in_its_tuple() -> None:
+    """As in loops over tiles (`kernels.row_tiles`)."""
+    text = """
+%tile (carried: (s32[], s32[])) -> (s32[], s32[]) {
+  %carried = (s32[], s32[]) parameter(0)
+  %number = s32[] get-tuple-element(%carried), index=0
+  %limit = s32[] get-tuple-element(%carried), index=1
+  %one = s32[] constant(1)
+  %dot = f32[128,8]{1,0} fusion(%number), kind=kOutput, calls=%none, backend_config={"estimated_cycles":"70"}
+  %next = s32[] add(%number, %one)
+  ROOT %all = (s32[], s32[]) tuple(%next, %limit)
+}
+
+%more (carried.1: (s32[], s32[])) -> pred[] {
+  %carried.1 = (s32[], s32[]) parameter(0)
+  %number.1 = s32[] get-tuple-element(%carried.1), index=0
+  %limit.1 = s32[] get-tuple-element(%carried.1), index=1
+  ROOT %less = pred[] compare(%number.1, %limit.1), direction=LT
+}
+
+ENTRY %main (x: f32[8]) -> (s32[], s32[]) {
+  %zero = s32[] constant(0)
+  %tiles = s32[] constant(4)
+  %given = (s32[], s32[]) tuple(%zero, %tiles)
+  ROOT %while.1 = (s32[], s32[]) while(%given), condition=%more, body=%tile
+}
+"""
+    assert [(found.name, found.times) for found in Module(text).operations()] == [("dot", 4)]
+
+
 def test_a_module_without_operations() -> None:
     text = "ENTRY %main (a: f32[]) -> f32[] {\n  ROOT %b = f32[] negate(%a)\n}\n"
     assert Module(text).operations() == ()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from numba.core.errors import NumbaError
@@ -11,8 +13,21 @@ from torch.nn import functional
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.cpu_kernels import block_product
-from sglang_jax.cpu_kernels.block_layout import OUTPUTS, TILES, pack, random_blocks, scratch_floats
-from sglang_jax.cpu_kernels.compiling import KernelCompiler
+from sglang_jax.cpu_kernels.block_layout import (
+    INTEGER_OUTPUTS,
+    INTEGER_TILES,
+    OUTPUTS,
+    TILES,
+    PackedBlocks,
+    integer_scratch_floats,
+    pack,
+    pack_for_integers,
+    random_blocks,
+    rounded_rows,
+    scratch_floats,
+)
+from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
+from sglang_jax.cpu_kernels.integer_product import build_integer_product
 from torch_backend.cpu_kernels.team import Launcher
 
 logger = logging.getLogger(__name__)
@@ -20,11 +35,37 @@ logger = logging.getLogger(__name__)
 _ACTIVATIONS = {Activation.SILU: block_product.SILU, Activation.GELU_TANH: block_product.GELU_TANH}
 
 
-class BlockProducts:
-    """The products of all matrices in blocks, each compiled at first use; to be used by one thread at a time."""
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """A kind of products: of bfloat16, or of rows rounded to int8. `outputs`: of a tile; `tiles`: of a work item."""
 
-    def __init__(self, compiler: KernelCompiler) -> None:
+    outputs: int
+    tiles: int
+    pack: Callable[[Stored], PackedBlocks]
+    scratch_floats: Callable[[int], int]
+    build: Callable[[KernelCompiler, int, bool], CompiledKernel]
+    rounded: Callable[[torch.Tensor], torch.Tensor]
+    """Rows as they are multiplied, exactly, in float64."""
+
+
+EXACT = BlockForm(OUTPUTS, TILES, pack, scratch_floats, block_product.build_block_product, torch.Tensor.double)
+INTEGER = BlockForm(
+    INTEGER_OUTPUTS,
+    INTEGER_TILES,
+    pack_for_integers,
+    integer_scratch_floats,
+    build_integer_product,
+    lambda x: torch.from_numpy(rounded_rows(x.float().numpy())).double(),
+)
+
+
+class BlockProducts:
+    """The products of all matrices in blocks, each compiled at first use; to be used by one thread at a time. With
+    `int8_activations`, rows are rounded to int8, for matrices whose outputs are a multiple of 16."""
+
+    def __init__(self, compiler: KernelCompiler, *, int8_activations: bool = False) -> None:
         self.compiler = compiler
+        self.form = INTEGER if int8_activations else EXACT
         self._launchers: dict[tuple[Encoding, bool], Launcher] = {}
         self._scratch = torch.empty(0)
         self._found: dict[tuple[Encoding, bool], bool] = {}
@@ -46,13 +87,15 @@ class BlockProducts:
     def _right(self, encoding: Encoding, gated: bool) -> bool:
         """Whether products of 1 row and of 17 equal those of the widened matrix in float64, rounded."""
         blocks = random_blocks(encoding, outputs=256, inputs=96)
-        weights = torch.from_numpy(blocks.widened()).bfloat16().double()
+        weights = torch.from_numpy(blocks.widened())
+        # Integers are multiplied without rounding the weights before.
+        weights = weights.double() if self.form is INTEGER else weights.bfloat16().double()
         generator = torch.Generator().manual_seed(0)
         bias = torch.randn(256, generator=generator).bfloat16()
         matrix = self.matrix(blocks, bias)
         for rows in (1, 17):
             x = torch.randn((rows, 96), generator=generator).bfloat16()
-            exact = functional.linear(x.double(), weights, bias.double())
+            exact = functional.linear(self.form.rounded(x), weights, bias.double())
             found = matrix.multiply(x)
             if gated:
                 found, (gate, up) = matrix.multiply_gated(x, Activation.SILU), exact.chunk(2, dim=-1)
@@ -67,8 +110,13 @@ class BlockProducts:
                 return False
         return True
 
+    @property
+    def outputs_together(self) -> int:
+        """A divisor of the outputs of every matrix, and of half of them for a gated product."""
+        return self.form.outputs
+
     def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> BlockMatrix:
-        """Creates a matrix whose outputs, or half of them for a gated product, are a multiple of 4."""
+        """Creates a matrix whose outputs, or half of them for a gated product, are a multiple of `outputs_together`."""
         self._reserve(blocks.shape[1])
         return BlockMatrix(self, blocks, bias)
 
@@ -79,7 +127,7 @@ class BlockProducts:
         launcher = self.launcher(matrix.encoding, activation is not None)
         launcher(
             matrix.levels.numel() * rows,
-            -(-outputs // (OUTPUTS * TILES)),
+            -(-outputs // (self.form.outputs * self.form.tiles)),
             x.data_ptr(),
             matrix.levels.data_ptr(),
             matrix.scales.data_ptr(),
@@ -97,26 +145,26 @@ class BlockProducts:
     def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
         key = encoding, gated
         if key not in self._launchers:
-            kernel = block_product.build_block_product(self.compiler, encoding.bits, gated)
+            kernel = self.form.build(self.compiler, encoding.bits, gated)
             self._launchers[key] = Launcher(kernel, block_product.FIELDS)
         return self._launchers[key]
 
     def _reserve(self, inputs: int) -> None:
         """Allocates scratch for every thread to multiply by a matrix with this many inputs."""
-        needed = torch.get_num_threads() * scratch_floats(inputs)
+        needed = torch.get_num_threads() * self.form.scratch_floats(inputs)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed)
 
 
 class BlockMatrix:
     """A matrix `[outputs, inputs]` of quantised values, with the bias of its product, for at most `LARGEST` rows of
-    bfloat16. Weights are rounded to bfloat16 in registers, to the same bits as in the widened matrix; sums are float32,
-    in an order that does not depend on the number of rows."""
+    bfloat16. Weights are rounded to bfloat16 in registers, to the same bits as in the widened matrix, or rows to int8;
+    sums are float32, in an order that does not depend on the number of rows."""
 
     def __init__(self, products: BlockProducts, blocks: Stored, bias: torch.Tensor | None) -> None:
         self.encoding = blocks.encoding
         self.outputs, self.inputs = blocks.shape
-        packed = pack(blocks)
+        packed = products.form.pack(blocks)
         self.levels, self.scales = torch.from_numpy(packed.levels), torch.from_numpy(packed.scales)
         self.bias = bias
         self._products = products

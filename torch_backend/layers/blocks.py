@@ -30,10 +30,15 @@ class BlockedMatrix(Protocol):
 class BlockMatrices(Protocol):
     """Creates matrices from blocks, with kernels for this machine."""
 
+    @property
+    def outputs_together(self) -> int:
+        """A divisor of the outputs of every matrix, and of half of them if it is gate and up."""
+        ...
+
     def work(self, encoding: Encoding, *, gated: bool) -> bool:
         """Whether products of an encoding, or gated ones, are supported here and correct; a failure is logged."""
         ...
 
     def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> BlockedMatrix:
-        """Returns a matrix whose outputs are a multiple of 4; so is each half of them if it is gate and up."""
+        """Returns a matrix with a multiple of `outputs_together` outputs."""
         ...

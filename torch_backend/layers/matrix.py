@@ -15,9 +15,6 @@ from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES, PlainProduct, ScaledProduct, multiply_widened, product_for
 
-_OUTPUTS_TOGETHER = 4
-"""Divisor of the outputs of a matrix in blocks."""
-
 _BLOCK_VALUES = {ValueType.INT4: torch.uint8, ValueType.INT8: torch.int8}
 """Dtypes of matrices in blocks; a byte holds two values of four bits."""
 
@@ -117,7 +114,9 @@ def matrix_for(
     if encoding.block is None:
         return ScaledMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype)
     matrices, gated = options.block_matrices, parts[0] is Part.GATE
-    whole = not (inputs % encoding.block or outputs % (_OUTPUTS_TOGETHER * (2 if gated else 1)))
-    if matrices is None or not whole or not matrices.work(encoding, gated=gated):
+    if matrices is None:
+        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
+    whole = not (inputs % encoding.block or outputs % (matrices.outputs_together * (2 if gated else 1)))
+    if not whole or not matrices.work(encoding, gated=gated):
         return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
     return TwoFormMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype, matrices=matrices)
