@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.kinds.part import HIDDEN, Axes, Declared, Factors, Sizes, norm_weight
+from sglang_jax.architectures.kinds.part import HIDDEN, Axes, Declared, Factors, FusedHeads, Sizes, norm_weight
 from sglang_jax.architectures.kinds.sections import Sections
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
 from sglang_jax.architectures.registry import family_named
@@ -85,8 +85,8 @@ class ParameterSpec:
     - `factors`: the multipliers of runs of rows, applied when the parameter is loaded. Empty if all are 1.
     - `sections`: runs of channels along the first axis, each of which is sharded separately (see `kinds.sections`).
       Empty if the axis is sharded as a whole.
-    - `stored_head`, `first_in_head`: the tensor has `stored_head` rows per head, and this parameter starts at row
-      `first_in_head` of them. 0: all rows of the tensor's heads belong to the parameter.
+    - `fused_heads`: the tensor stores several parameters head by head, and these rows belong to this one. None: all
+      rows of the tensor's heads belong to the parameter.
     - `places`: alternative places of a parameter of experts; `tensor` and `gguf` name the first and the last.
     - `also`: other Hugging Face names that the tensor may have.
     - `default`: its value if a checkpoint lacks the tensor; None if the tensor is required.
@@ -101,8 +101,7 @@ class ParameterSpec:
     offset: float = 0.0
     interleaved: bool = False
     rotated_rows: int = 0
-    stored_head: int = 0
-    first_in_head: int = 0
+    fused_heads: FusedHeads | None = None
     factors: Factors = ()
     sections: Sections = ()
     places: tuple[ExpertsPlace, ...] = ()
@@ -130,7 +129,8 @@ class ParameterSpec:
     @property
     def stored_rows(self) -> int:
         """Rows of its tensor from `first_row` on, including rows of other parameters between those of its heads."""
-        return self.sizes[0][0] * self.stored_head if self.stored_head else self.shape[0]
+        fused = self.fused_heads
+        return self.shape[0] if fused is None else self.shape[0] // fused.own * fused.stored
 
     @property
     def lengths(self) -> dict[Axis, int]:
@@ -275,8 +275,7 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
             parameter.offset,
             parameter.interleaved,
             parameter.rotated_rows,
-            parameter.stored_head,
-            parameter.first_in_head,
+            parameter.fused_heads,
             parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
             parameter.sections,
             also=(hf_name(replace(name, hf=name.also), parameter.kind, layer),) if name.also else (),

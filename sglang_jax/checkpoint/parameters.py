@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.part import FusedHeads
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import OPTIONAL, ParameterKind, Part
@@ -68,10 +70,10 @@ class ParameterReader:
             sizes = spec.shape if whole.size > 1 else [1] * len(spec.shape)
             optional: Array = np.broadcast_to(whole.astype(np.float32).reshape(sizes), spec.shape)[index or ()]
             return optional
-        stored, rest = _stored_part(spec, index)
-        found = _rows_of_parameter(spec, self._reader.read(spec.tensor_of(self._names), (stored, *rest)))
+        part = _Part.of(spec, index)
+        found = part.rows_in_order(self._reader.read(spec.tensor_of(self._names), part.stored))
         if spec.factors:
-            found = _multiplied(spec, stored, found)
+            found = part.multiplied(found)
         if spec.offset:
             found = found.astype(np.float32) + np.float32(spec.offset)
         return found
@@ -125,10 +127,9 @@ class ParameterReader:
         if spec.places:
             sides = whole_index(spec.shape, index)[1:]
             return np.stack([self._reader.read_array(each, role, sides) for each in self._tensors_of(spec, index)])
-        rows, rest = _stored_part(spec, index)
-        stored = self._reader.read_array(spec.tensor_of(self._names), role, (rows, *rest))
-        found = _rows_of_parameter(spec, stored)
-        return _multiplied(spec, rows, found) if spec.factors and role is Role.SCALES else found
+        part = _Part.of(spec, index)
+        found = part.rows_in_order(self._reader.read_array(spec.tensor_of(self._names), role, part.stored))
+        return part.multiplied(found) if spec.factors and role is Role.SCALES else found
 
     def read_stored(self, name: ParameterName, index: Index | None = None) -> Stored:
         """Reads a matrix or experts with an encoding, or their part at `index`; rows are in the model's order."""
@@ -168,37 +169,55 @@ class ParameterReader:
         return found[:, place.part :: place.parts] if place.alternating else found
 
 
-def _stored_part(spec: ParameterSpec, index: Index | None) -> tuple[slice, Index]:
-    """The rows of the stored tensor for the part of a parameter at `index`, and the slices of its other axes."""
-    rows, *rest = whole_index(spec.shape, index)
-    first, last, _ = rows.indices(spec.shape[0])
-    if spec.stored_head:
-        head = spec.lengths[Axis.HEAD_DIM]
-        first, last = first // head * spec.stored_head, last // head * spec.stored_head
-    return slice(spec.first_row + first, spec.first_row + last), tuple(rest)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows `[first, last)` of a parameter, and where its tensor has them.
+
+    - `stored`: the slices of the tensor that hold them.
+    - `places`: the rows of that part of the tensor which are the parameter's; None for all.
+    """
+
+    spec: ParameterSpec
+    first: int
+    last: int
+    stored: Index
+    places: NDArray[np.intp] | None
+
+    @classmethod
+    def of(cls, spec: ParameterSpec, index: Index | None) -> _Part:
+        rows, *rest = whole_index(spec.shape, index)
+        first, last, _ = rows.indices(spec.shape[0])
+        start, stop, places = first, last, None
+        if spec.fused_heads is not None:
+            places = stored_places(spec.fused_heads, spec.stored_rows)[first:last]
+            start, stop = int(places.min()), int(places.max()) + 1
+            places = places - start
+        return cls(spec, first, last, (slice(spec.first_row + start, spec.first_row + stop), *rest), places)
+
+    def rows_in_order(self, found: Array) -> Array:
+        """The parameter's rows out of those of a fused tensor, and the rows of heads in the model's order."""
+        spec = self.spec
+        if self.places is not None:
+            found = found[self.places]
+        if spec.interleaved or spec.rotated_rows:
+            head_dim = spec.lengths[Axis.HEAD_DIM]
+            order = order_in_halves(head_dim, spec.rotated_rows or head_dim, interleaved=spec.interleaved)
+            found = found.reshape(-1, head_dim, *found.shape[1:])[:, order].reshape(found.shape)
+        return found
+
+    def multiplied(self, found: Array) -> Array:
+        """Multiplies rows, or their scales, by the factors of the rows: float32."""
+        rows_of_runs, factors = zip(*self.spec.factors, strict=True)
+        by = np.repeat(np.array(factors, np.float32), rows_of_runs)[self.first : self.last]
+        multiplied: Array = found.astype(np.float32) * by.reshape(-1, *[1] * (found.ndim - 1))
+        return multiplied
 
 
-def _multiplied(spec: ParameterSpec, stored: slice, found: Array) -> Array:
-    """Multiplies rows, or their scales, by the factors of the rows: float32. `stored`: their rows in the tensor."""
-    rows_of_runs, factors = zip(*spec.factors, strict=True)
-    first = stored.start - spec.first_row
-    if spec.stored_head:
-        first = first // spec.stored_head * spec.lengths[Axis.HEAD_DIM]
-    by = np.repeat(np.array(factors, np.float32), rows_of_runs)[first : first + len(found)]
-    multiplied: Array = found.astype(np.float32) * by.reshape(-1, *[1] * (found.ndim - 1))
-    return multiplied
-
-
-def _rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
-    """Selects a parameter's rows from those of a fused tensor, and puts the rows of heads in the model's order."""
-    if spec.stored_head:
-        own = slice(spec.first_in_head, spec.first_in_head + spec.lengths[Axis.HEAD_DIM])
-        found = found.reshape(-1, spec.stored_head, *found.shape[1:])[:, own].reshape(-1, *found.shape[1:])
-    if spec.interleaved or spec.rotated_rows:
-        head_dim = spec.lengths[Axis.HEAD_DIM]
-        order = order_in_halves(head_dim, spec.rotated_rows or head_dim, interleaved=spec.interleaved)
-        found = found.reshape(-1, head_dim, *found.shape[1:])[:, order].reshape(found.shape)
-    return found
+def stored_places(fused: FusedHeads, stored_rows: int) -> NDArray[np.intp]:
+    """The row of a tensor of `stored_rows` rows for each row of the parameter."""
+    heads = np.arange(0, stored_rows, fused.stored).reshape(-1, 1)
+    runs = ((heads + np.arange(first, first + count)).reshape(-1) for first, count in fused.runs)
+    return np.concatenate(list(runs))
 
 
 def order_in_halves(head_dim: int, rotated: int, *, interleaved: bool) -> NDArray[np.intp]:

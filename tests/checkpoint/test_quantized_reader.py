@@ -121,7 +121,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 0},
     "falcon_h1": {},
     "cohere2": {"num_hidden_layers": 2},  # rows in pairs
-    "qwen3_5_text": {},  # queries and gates alternate
+    "qwen3_next": {"num_experts": 4},  # queries and gates alternate; a tensor has four parameters of each key head
 }
 _KINDS = [kind for kind in Quantised if kind is not Quantised.MODELOPT]
 _TARGETS = [

@@ -33,7 +33,6 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
         ("apertus", "ApertusForCausalLM", ["hidden_act 'xielu'"]),
         ("vaultgemma", "VaultGemmaForCausalLM", ["supported families have the same fields, so this file"]),
         ("jamba", "JambaForCausalLM", ["expert_layer_period 2", "mamba_dt_rank 256"]),
-        ("qwen3_next", "Qwen3NextForCausalLM", ["supported families have the same fields, so this file"]),
         ("starcoder2", "Starcoder2ForCausalLM", ["norm_epsilon 1e-05 (an unsupported kind of norm)"]),
         ("gpt2", "GPT2LMHeadModel", ["n_embd 768", "n_layer 12"]),
         ("laguna", "LagunaForCausalLM", ["num_attention_heads_per_layer [...] (a number of heads for each layer)"]),

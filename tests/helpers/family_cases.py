@@ -195,6 +195,7 @@ FAMILIES: dict[str, FamilyCase] = {
 HYBRIDS: dict[str, FamilyCase] = {
     "lfm2": FamilyCase("lfm2", 4, {"conv_bias": True}),
     "qwen3_5": FamilyCase("qwen3_5_text", 16),
+    "qwen3_next": FamilyCase("qwen3_next", 4, {"attention_bias": True}),
     "mamba2": FamilyCase("mamba2", 4),
     "falcon_h1": FamilyCase("falcon_h1", 16),
     "granite_hybrid": FamilyCase("granitemoehybrid", 1),

@@ -90,6 +90,17 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 8,
     },
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        **_EXPERTS,
+    },
     "mamba2": {
         "num_heads": 8,
         "head_dim": 16,
@@ -208,7 +219,7 @@ def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any
         for name, parameter in model.named_parameters():
             noise = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             scaled = _scaled(name, noise, architecture)
-            zero_centred = architecture in ("gemma2", "gemma3_text", "qwen3_5_text")
+            zero_centred = architecture in ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_next")
             if zero_centred and name.endswith("norm.weight") and "linear_attn" not in name:
                 scaled -= 1.0  # they multiply by 1 + w
             parameter.copy_(torch.from_numpy(scaled))

@@ -197,7 +197,10 @@ for name in sys.argv[2:]:
         pytest.param(_EXPERTS, ("qwen2_moe", "gpt_oss", "granitemoe"), id="other experts", marks=pytest.mark.soak),
         pytest.param(_STATES, ("qwen3_5", "mamba2"), id="heads with states"),
         pytest.param(
-            _STATES, ("lfm2", "falcon_h1", "nemotron_h"), id="other layers with states", marks=pytest.mark.soak
+            _STATES,
+            ("lfm2", "qwen3_next", "falcon_h1", "nemotron_h"),
+            id="other layers with states",
+            marks=pytest.mark.soak,
         ),
     ],
 )

@@ -59,6 +59,7 @@ CONFIG = dense_decoder(**FORM)
 HYBRID_FORMS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"conv_bias": True}),
     ("qwen3_5_text", {"linear_num_key_heads": 1}),
+    ("qwen3_next", {"linear_num_key_heads": 1}),
     ("mamba2", {}),
     ("mamba2", {"n_groups": 1}),
     ("falcon_h1", {}),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.norm import NormConfig
-from sglang_jax.architectures.kinds.part import HIDDEN, CachedArray, Declared, HeadOrder, linear
+from sglang_jax.architectures.kinds.part import HIDDEN, CachedArray, Declared, HeadOrder, linear, side_by_side
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.kinds.sections import can_share
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
@@ -81,13 +81,13 @@ class AttentionConfig:
     def parameters(self, hidden: int) -> Iterator[Declared]:
         queries, keys = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         order, scale = self._order(), self.input_multiplier
-        stored_head = 2 * self.head_dim if self.output_gate else 0
+        of_query, of_gate = side_by_side(self.head_dim, self.head_dim)
         of_queries = (queries, (hidden,)), (_HEADS, HIDDEN), self.bias
         for parameter in linear(Part.QUERY, *of_queries, order=order, input_scale=scale):
-            yield replace(parameter, stored_head=stored_head)
+            yield replace(parameter, fused_heads=of_query if self.output_gate else None)
         if self.output_gate:
             gate = linear(Part.OUTPUT_GATE, *of_queries, stored_as=Part.QUERY, input_scale=scale)
-            yield from (replace(each, stored_head=stored_head, first_in_head=self.head_dim) for each in gate)
+            yield from (replace(each, fused_heads=of_gate) for each in gate)
         of_keys = (keys, (hidden,)), (_KV_HEADS, HIDDEN), self.bias
         yield from linear(Part.KEY, *of_keys, order=order, input_scale=scale, output_scale=self.key_multiplier)
         stored_as = Part.KEY if self.values_are_keys else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.norm import NormConfig
-from sglang_jax.architectures.kinds.part import HIDDEN, CachedArray, Declared, HeadOrder, linear
+from sglang_jax.architectures.kinds.part import HIDDEN, CachedArray, Declared, HeadOrder, linear, side_by_side
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.errors import ConfigError
@@ -82,22 +82,22 @@ class LatentAttentionConfig:
             yield from linear(Part.QUERY_LATENT, (inputs, (hidden,)), (_LATENT, HIDDEN), self.bias)
             yield Declared(Part.QUERY_LATENT_NORM, ParameterKind.WEIGHT, (_LATENT,), (inputs,), self.norm.offset)
         order = HeadOrder(self.interleaved_rope)
-        stored = self.key_dim + self.rotary_dim
+        of_plain, of_rotated = side_by_side(self.key_dim, self.rotary_dim)
         plain = linear(query, ((self.num_heads, self.key_dim), inputs), (_HEADS, axes), False)
-        yield from (replace(each, stored_head=stored) for each in plain)
-        of_rotated = ((self.num_heads, self.rotary_dim), inputs), (_HEADS, axes), False
-        rotated = linear(Part.QUERY_ROTATED, *of_rotated, order=order, stored_as=query)
-        yield from (replace(each, stored_head=stored, first_in_head=self.key_dim) for each in rotated)
+        yield from (replace(each, fused_heads=of_plain) for each in plain)
+        shape = ((self.num_heads, self.rotary_dim), inputs), (_HEADS, axes), False
+        rotated = linear(Part.QUERY_ROTATED, *shape, order=order, stored_as=query)
+        yield from (replace(each, fused_heads=of_rotated) for each in rotated)
         yield from linear(Part.LATENT, ((self.latent,), (hidden,)), (_LATENT, HIDDEN), self.bias)
         of_key = ((self.rotary_dim,), (hidden,)), ((Axis.HEAD_DIM,), HIDDEN), self.bias
         yield from linear(Part.KEY_ROTATED, *of_key, order=order)
         yield Declared(Part.LATENT_NORM, ParameterKind.WEIGHT, (_LATENT,), ((self.latent,),), self.norm.offset)
-        stored = self.key_dim + self.value_dim
+        of_keys, of_values = side_by_side(self.key_dim, self.value_dim)
         keys = linear(Part.KEY_UP, ((self.num_heads, self.key_dim), (self.latent,)), (_HEADS, _LATENT), False)
-        yield from (replace(each, stored_head=stored) for each in keys)
-        of_values = ((self.num_heads, self.value_dim), (self.latent,)), (_HEADS, _LATENT), False
-        values = linear(Part.VALUE_UP, *of_values, stored_as=Part.KEY_UP)
-        yield from (replace(each, stored_head=stored, first_in_head=self.key_dim) for each in values)
+        yield from (replace(each, fused_heads=of_keys) for each in keys)
+        shape = ((self.num_heads, self.value_dim), (self.latent,)), (_HEADS, _LATENT), False
+        values = linear(Part.VALUE_UP, *shape, stored_as=Part.KEY_UP)
+        yield from (replace(each, fused_heads=of_values) for each in values)
         outputs = ((hidden,), (self.num_heads, self.value_dim)), (HIDDEN, _HEADS), self.out_bias
         yield from linear(Part.OUTPUT, *outputs)
 

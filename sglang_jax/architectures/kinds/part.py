@@ -24,6 +24,29 @@ HIDDEN = (Axis.HIDDEN,)
 
 
 @dataclass(frozen=True, slots=True)
+class FusedHeads:
+    """Where a parameter is in a tensor that stores several parameters head by head.
+
+    - `stored`: rows of the tensor per head.
+    - `runs`: the first row and the number of rows, of each head's, of each run that belongs to the parameter. Its rows
+      are the first run of all heads, then the second run of all heads, and so on.
+    """
+
+    stored: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def own(self) -> int:
+        """Rows of the parameter per head."""
+        return sum(count for _, count in self.runs)
+
+
+def side_by_side(first: int, second: int) -> tuple[FusedHeads, FusedHeads]:
+    """The places of two parameters with these rows per head, the second of which follows the first in each head."""
+    return FusedHeads(first + second, ((0, first),)), FusedHeads(first + second, ((first, second),))
+
+
+@dataclass(frozen=True, slots=True)
 class Declared:
     """A parameter before it has a name in a checkpoint. Fields: see `manifest.ParameterSpec`. `stored_as`: the part
     whose tensor, from the same row on, holds this one too."""
@@ -36,8 +59,7 @@ class Declared:
     interleaved: bool = False
     stored_as: Part | None = None
     rotated_rows: int = 0
-    stored_head: int = 0
-    first_in_head: int = 0
+    fused_heads: FusedHeads | None = None
     factors: Factors = ()
     sections: Sections = ()
     default: float | None = None

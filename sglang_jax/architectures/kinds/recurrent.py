@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.norm import NormConfig
-from sglang_jax.architectures.kinds.part import HIDDEN, Declared, linear
+from sglang_jax.architectures.kinds.part import HIDDEN, Declared, FusedHeads, linear, side_by_side
 from sglang_jax.architectures.kinds.sections import Section, Sections, can_share
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.errors import ConfigError
@@ -92,7 +92,11 @@ class GatedDeltaNetConfig:
 
     Queries, keys and values pass through a convolution over the last `width` tokens and a SiLU; each key head serves
     `num_value_heads / num_key_heads` neighbouring value heads. `norm` applies to each head's output, which is then
-    multiplied by the SiLU of a gate. `shards`: as in `ShortConvConfig`.
+    multiplied by the SiLU of a gate.
+
+    - `fused_by_key_head`: a checkpoint has two projections. For each key head, one has the rows of its query, its key,
+      its value heads and their gates; the other has those of the update rates and decays of its value heads.
+    - `shards`: as in `ShortConvConfig`.
     """
 
     num_key_heads: int
@@ -101,6 +105,7 @@ class GatedDeltaNetConfig:
     value_dim: int
     width: int
     norm: NormConfig
+    fused_by_key_head: bool = False
     shards: int = 1
 
     @property
@@ -126,16 +131,34 @@ class GatedDeltaNetConfig:
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
         heads, inner = self.num_value_heads, self.num_value_heads * self.value_dim
-        yield from _input(self, hidden, bias=False)
-        yield from linear(Part.STATE_GATE, ((inner,), (hidden,)), (_CHANNELS, HIDDEN), False)
-        for part in (Part.UPDATE_RATE, Part.DECAY_INPUT):
-            yield from linear(part, ((heads,), (hidden,)), (_STATE_HEADS, HIDDEN), False)
+        yield from self._projections(hidden)
         yield from (_of_state_heads(part, heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG))
         # All heads share this weight, so it is replicated.
         norm = (((Axis.HEAD_DIM,),), ((self.value_dim,),))
         yield Declared(Part.STATE_NORM, ParameterKind.WEIGHT, *norm, self.norm.offset)
         yield from _convolution(self, bias=False)
         yield from _output(inner, hidden, bias=False)
+
+    def _projections(self, hidden: int) -> Iterator[Declared]:
+        """To queries, keys and values; gates; update rates; and decays."""
+        heads, inner = self.num_value_heads, self.num_value_heads * self.value_dim
+        (states,) = _input(self, hidden, bias=False)
+        (gates,) = linear(Part.STATE_GATE, ((inner,), (hidden,)), (_CHANNELS, HIDDEN), False)
+        rates, decays = (
+            next(linear(part, ((heads,), (hidden,)), (_STATE_HEADS, HIDDEN), False))
+            for part in (Part.UPDATE_RATE, Part.DECAY_INPUT)
+        )
+        if self.fused_by_key_head:
+            shared, key = heads // self.num_key_heads, self.key_dim
+            values = shared * self.value_dim
+            stored, ahead = 2 * key + 2 * values, 2 * key + values
+            runs = ((0, key), (key, key), (2 * key, values))
+            states = replace(states, fused_heads=FusedHeads(stored, runs))
+            gates = replace(gates, fused_heads=FusedHeads(stored, ((ahead, values),)), stored_as=Part.STATE_INPUT)
+            of_rates, of_decays = side_by_side(shared, shared)
+            rates = replace(rates, fused_heads=of_rates)
+            decays = replace(decays, fused_heads=of_decays, stored_as=Part.UPDATE_RATE)
+        yield from (states, gates, rates, decays)
 
     def sharded(self, size: int) -> GatedDeltaNetConfig:
         if size == 1:
