@@ -72,7 +72,7 @@ class TorchBackend:
         """Chooses dtypes and kernels for the models on a device. Raises `ConfigError` for options that it does not
         support."""
         if config.batch_invariant and device.type != "cpu":
-            _refuse_experts(models.main.config)
+            _refuse_experts(config, models.main.config)
         dtype = select_dtype(config.dtype, device)
         kv_form = kv_form_of(config, dtype)
         num_shards = shards_of(config, models.main.config)
@@ -214,11 +214,11 @@ class TorchBackend:
         return ()
 
 
-def _refuse_experts(model: ModelConfig) -> None:
+def _refuse_experts(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` for a model with experts, whose products on a GPU are a library's."""
     if any(layer.num_experts for layer in model.layers):
         raise ConfigError(
-            "enable_deterministic_inference does not support experts on a GPU: the library that multiplies them may "
+            f"{config.determinism_option} does not support experts on a GPU: the library that multiplies them may "
             "round by the batch"
         )
 

@@ -103,7 +103,7 @@ def choose_kernels(
             logger.info("Latent attention is computed by torch operations: there are no kernels of its own yet")
     if fixed and name in _NOT_FIXED:
         raise ConfigError(
-            f"attention_backend {name.value} may depend on the batch, which enable_deterministic_inference excludes: "
+            f"attention_backend {name.value} may depend on the batch, and was asked not to: "
             f"choose {known[0].value}, or auto"
         )
     if device.type == "cpu":

@@ -353,6 +353,13 @@ class EngineConfig(BaseModel):
     )
 
     @property
+    def determinism_option(self) -> str:
+        """The option by which logits do not depend on the batch, for messages."""
+        if self.deterministic is Deterministic.NONE:
+            return "enable_deterministic_inference"
+        return f"deterministic {self.deterministic.value}"
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether logits must not depend on the batch, by either option."""
         return self.enable_deterministic_inference or self.deterministic is not Deterministic.NONE

@@ -211,7 +211,7 @@ def shards_on_jax(config: EngineConfig, model: ModelConfig) -> int | None:
     found = shards_of(config, model)
     if found is None and config.batch_invariant and config.tp_size > _MOST_DEVICES_IN_ANY_ORDER:
         found = config.tp_size
-        check_divisible(model, found)
+        check_divisible(config, model, found)
     if found is None:
         return None
     if config.keep_gguf_blocks:
@@ -241,7 +241,7 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
     fixed = config.batch_invariant
     if fixed and backend not in _FIXED:
         raise ConfigError(
-            f"attention_backend {backend.value} may depend on the batch, which enable_deterministic_inference "
+            f"attention_backend {backend.value} may depend on the batch, which {config.determinism_option} "
             "excludes: choose auto"
         )
     if backend is AttentionBackend.PALLAS and config.debug_memory:

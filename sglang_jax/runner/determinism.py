@@ -34,12 +34,12 @@ def shards_of(config: EngineConfig, model: ModelConfig) -> int | None:
     return None if shards == 1 else shards
 
 
-def check_divisible(model: ModelConfig, shards: int) -> None:
+def check_divisible(config: EngineConfig, model: ModelConfig, shards: int) -> None:
     """Raises `ConfigError` unless each of `shards` computes its part of every layer without the others."""
     for number, layer in enumerate(model.layers):
         if not _divides(layer, shards):
             raise ConfigError(
-                f"enable_deterministic_inference does not support tp_size {shards}: layer {number} cannot be "
+                f"{config.determinism_option} does not support tp_size {shards}: layer {number} cannot be "
                 "divided into parts that are computed separately"
             )
 
@@ -64,11 +64,11 @@ def refuse_with_determinism(config: EngineConfig, model: ModelConfig) -> None:
         return
     if config.model_impl is ModelImpl.TRANSFORMERS:
         raise ConfigError(
-            "enable_deterministic_inference does not support model_impl transformers, whose products may depend on the "
+            f"{config.determinism_option} does not support model_impl transformers, whose products may depend on the "
             "batch: choose native"
         )
     if model.keeps_states and config.mamba_ssm_dtype is not MambaDtype.FLOAT32:
         raise ConfigError(
-            f"enable_deterministic_inference needs mamba_ssm_dtype float32, got {config.mamba_ssm_dtype.value}, which "
+            f"{config.determinism_option} needs mamba_ssm_dtype float32, got {config.mamba_ssm_dtype.value}, which "
             "rounds states at the end of each chunk"
         )
