@@ -109,7 +109,7 @@ class EngineConfig(BaseModel):
     )
     cpu_activations: CpuActivations = Field(
         CpuActivations.EXACT,
-        description="with keep_gguf_blocks on torch: exact: activations are multiplied as they are; int8: rounded to "
+        description="with keep_gguf_blocks: exact: activations are multiplied as they are; int8: rounded to "
         "int8 with a scale for 32 of them, which is faster",
     )
     backend: Backend = Field(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +95,42 @@ def random_blocks(encoding: Encoding, outputs: int, inputs: int) -> Stored:
     return Stored(encoding, arrays)
 
 
+def _exact_shapes(encoding: Encoding, tiles: int, blocks: int) -> PackedShapes:
+    if encoding == Q4:
+        return ((tiles, blocks, BLOCK), np.dtype(np.int16)), (tiles, blocks, 2 * OUTPUTS)
+    return ((tiles, blocks, OUTPUTS, BLOCK), np.dtype(np.int8)), (tiles, blocks, OUTPUTS)
+
+
+def _integer_shapes(encoding: Encoding, tiles: int, blocks: int) -> PackedShapes:
+    groups = BLOCK * encoding.bits // 32
+    scales = 2 if encoding == Q4 else 1
+    levels = (tiles, blocks, groups, INTEGER_OUTPUTS, 4)
+    return (levels, np.dtype(np.uint8)), (tiles, blocks, scales, INTEGER_OUTPUTS)
+
+
+PackedShapes = tuple[tuple[tuple[int, ...], np.dtype[Any]], tuple[int, ...]]
+"""Shape and dtype of quantised values, and the shape of scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """A kind of products with matrices in blocks, and their layout.
+
+    - `outputs`: rows of the matrix in a tile. `tiles`: tiles in a work item.
+    - `pack`: converts blocks of a multiple of `outputs` rows. `shapes`: of the result, by encoding, tiles and blocks.
+    - `scratch_floats`: float32 words of scratch of each thread, by the number of inputs.
+    - `rounded`: rows, as they are multiplied.
+    """
+
+    name: str
+    outputs: int
+    tiles: int
+    pack: Callable[[Stored], PackedBlocks]
+    shapes: Callable[[Encoding, int, int], PackedShapes]
+    scratch_floats: Callable[[int], int]
+    rounded: Callable[[Array], Array]
+
+
 def _pack_four_bits(blocks: Stored) -> PackedBlocks:
     values = blocks.arrays[Role.VALUES]
     outputs, count, half = values.shape
@@ -116,3 +154,16 @@ def _pack_eight_bits(blocks: Stored) -> PackedBlocks:
     levels = values.reshape(-1, OUTPUTS, count, values.shape[2]).transpose(0, 2, 1, 3)
     scales = blocks.arrays[Role.SCALES].reshape(-1, OUTPUTS, count).transpose(0, 2, 1)
     return PackedBlocks(np.ascontiguousarray(levels), np.ascontiguousarray(scales))
+
+
+def _as_they_are(x: Array) -> Array:
+    return x
+
+
+EXACT = BlockForm("exact", OUTPUTS, TILES, pack, _exact_shapes, scratch_floats, _as_they_are)
+"""Rows of bfloat16, and weights rounded to bfloat16."""
+
+INTEGER = BlockForm(
+    "int8", INTEGER_OUTPUTS, INTEGER_TILES, pack_for_integers, _integer_shapes, integer_scratch_floats, rounded_rows
+)
+"""Rows rounded to int8."""

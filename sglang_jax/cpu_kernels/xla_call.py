@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sglang_jax.cpu_kernels.block_layout import OUTPUTS, TILES
+from sglang_jax.cpu_kernels.block_layout import EXACT, OUTPUTS, BlockForm
 from sglang_jax.cpu_kernels.compiling import CompiledKernel
 from sglang_jax.cpu_kernels.language import add, integers, long_integers
 from sglang_jax.cpu_kernels.work import ELEMENTS_WORTH_SHARING, FIRST_FIELD, ITEMS
@@ -65,11 +65,11 @@ def _call(typing, function, argument):
     return types.int64(types.int64, types.int64), generate
 
 
-def build_xla_call(kernel: CompiledKernel, bits: int) -> CompiledKernel:
-    """Builds the function that XLA calls for a kernel of `build_block_product` without gate, for values of `bits` bits.
+def build_xla_call(kernel: CompiledKernel, bits: int, form: BlockForm = EXACT) -> CompiledKernel:
+    """Builds the function that XLA calls for a kernel of a form without gate, for values of `bits` bits.
     It is compiled at each start, because it contains addresses. Operands: `x [rows, inputs]`, quantised values, scales.
     Results: the kernel's output, `[rows, outputs]`, and scratch `[threads, floats]` (see `block_layout`)."""
-    address = kernel.address
+    address, outputs_of_item = kernel.address, form.outputs * form.tiles
     levels_read = 16 // OUTPUTS if bits == 4 else 1
     """Weights per element of the quantised values."""
 
@@ -92,7 +92,9 @@ def build_xla_call(kernel: CompiledKernel, bits: int) -> CompiledKernel:
             return 0
         shared = _allocate(8 * _WORDS)
         words = long_integers(shared)
-        threads = _fill(words, long_integers(call[_ARGUMENTS]), long_integers(call[_RESULTS]), levels_read)
+        threads = _fill(
+            words, long_integers(call[_ARGUMENTS]), long_integers(call[_RESULTS]), levels_read, outputs_of_item
+        )
         words[_HOLDERS] = threads
         for _ in range(1, threads):
             if not _scheduled(words, call[_API], call[_CONTEXT], helper_address, shared):
@@ -124,12 +126,12 @@ def _describe(metadata):
 
 
 @_part
-def _fill(words, arguments, results, levels_read):
+def _fill(words, arguments, results, levels_read, outputs_of_item):
     """Writes the kernel's arguments; returns the number of threads worth using."""
     x, output, scratch = long_integers(arguments[0]), long_integers(results[0]), long_integers(results[1])
     rows, inputs = long_integers(x[_SIZES])[0], long_integers(x[_SIZES])[1]
     outputs, slots = long_integers(output[_SIZES])[1], long_integers(scratch[_SIZES])[0]
-    items = (outputs + OUTPUTS * TILES - 1) // (OUTPUTS * TILES)
+    items = (outputs + outputs_of_item - 1) // outputs_of_item
     for word in range(_SCHEDULED):
         words[word] = 0
     words[ITEMS] = items

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sglang_jax.checkpoint.encoding import Encoding, Stored
-from sglang_jax.cpu_kernels.block_layout import PackedBlocks, pack, random_blocks
+from sglang_jax.config import CpuActivations
+from sglang_jax.cpu_kernels.block_layout import EXACT, INTEGER, BlockForm, PackedBlocks, random_blocks
 from sglang_jax.errors import ConfigError, how_to_install
 from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16_tiles
@@ -53,13 +54,14 @@ def max_rows() -> int:
 
 
 @functools.cache
-def block_product(encoding: Encoding, cache_folder: Path | None) -> BlockProduct | None:
+def block_product(encoding: Encoding, cache_folder: Path | None, form: BlockForm = EXACT) -> BlockProduct | None:
     """The product with matrices of an encoding, compiled, or loaded from `cache_folder` if given. None, with a log
     line, if it cannot be compiled, if this jaxlib does not accept it, or if its results are wrong."""
     from numba.core.errors import NumbaError
 
     try:
-        product = BlockProduct(encoding, _register(encoding, cache_folder), len(cpu_cores()), max_rows())
+        target = _register(encoding, cache_folder, form)
+        product = BlockProduct(encoding, target, len(cpu_cores()), max_rows(), form)
         wrong = _largest_error(product)
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM and XLA raise RuntimeError
         logger.warning("Blocks of %d bits are dequantised: XLA cannot call their kernel (%s)", encoding.bits, error)
@@ -73,19 +75,36 @@ def block_product(encoding: Encoding, cache_folder: Path | None) -> BlockProduct
     return product
 
 
-def _register(encoding: Encoding, cache_folder: Path | None) -> str:
+def form_of(activations: CpuActivations) -> BlockForm:
+    """The form of products for the activations that were asked for, if this processor has its instructions; the log
+    says which."""
+    from sglang_jax.cpu_kernels import vectors  # imported here, since only blocks need numba
+
+    if activations is CpuActivations.EXACT:
+        return EXACT
+    found = vectors.supported(vectors.NEEDED_FOR_INTEGERS)
+    logger.info(
+        "Matrices in blocks multiply activations %s",
+        "rounded to int8" if found else "in bfloat16: int8 needs avx512_vnni",
+    )
+    return INTEGER if found else EXACT
+
+
+def _register(encoding: Encoding, cache_folder: Path | None, form: BlockForm) -> str:
     """Registers a kernel with XLA and returns its name, which contains the version of the kernels, since programs in
     JAX's compilation cache call it by that name."""
     from sglang_jax.cpu_kernels.block_product import build_block_product
     from sglang_jax.cpu_kernels.compiling import KernelCompiler, version_of_kernels
+    from sglang_jax.cpu_kernels.integer_product import build_integer_product
     from sglang_jax.cpu_kernels.xla_call import build_xla_call
 
-    name = f"block_product_{encoding.bits}_{version_of_kernels()}"
+    build = {EXACT.name: build_block_product, INTEGER.name: build_integer_product}[form.name]
+    name = f"block_product_{form.name}_{encoding.bits}_{version_of_kernels()}"
     with _lock:
         if name not in _registered:
             compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
-            kernel = build_block_product(compiler, encoding.bits, gated=False, width=4)
-            function = build_xla_call(kernel, encoding.bits)
+            kernel = build(compiler, encoding.bits, gated=False, width=4)
+            function = build_xla_call(kernel, encoding.bits, form)
             _registered[name] = function
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
     return name
@@ -99,12 +118,13 @@ _registered: dict[str, object] = {}
 def _largest_error(product: BlockProduct) -> float:
     """The largest error of products with a small matrix, against float64, relative to the largest result."""
     blocks = random_blocks(product.encoding, outputs=256, inputs=160)
-    weights = _rounded(blocks)
-    packed = pack(blocks)
+    # Integers are multiplied without rounding the weights before.
+    weights = _rounded(blocks) if product.form is EXACT else blocks.widened().astype(np.float64)
+    packed = product.form.pack(blocks)
     errors = []
     for rows in _ROWS_TRIED:
         x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 160)), jnp.bfloat16)
-        exact = np.asarray(x, np.float64) @ weights.T
+        exact = product.form.rounded(np.asarray(x, np.float32)).astype(np.float64) @ weights.T
         errors.append(np.abs(_run(product, x, packed) - exact).max() / np.abs(exact).max())
     return float(np.max(errors))  # NaN if any is
 

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.checkpoint.encoding import BLOCK, Q4, Encoding, Stored, ValueType
+from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.cpu_kernels.block_layout import OUTPUTS, pack, scratch_floats
+from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import named_sharding
 
@@ -29,19 +29,20 @@ _BYTES = {ValueType.INT4: jnp.uint8, ValueType.INT8: jnp.int8}
 @dataclass(frozen=True, slots=True)
 class BlockProduct:
     """The kernel of products with matrices of one encoding: its name in XLA's CPU backend (`target`), maximum threads
-    that it uses, and maximum rows of a product."""
+    that it uses, maximum rows of a product, and its form."""
 
     encoding: Encoding
     target: str
     threads: int
     max_rows: int
+    form: BlockForm = EXACT
 
     def multiply(self, x: jax.Array, levels: jax.Array, scales: jax.Array) -> jax.Array:
         """bfloat16 `x [T, inputs]` times a matrix in the layout of `cpu_kernels.block_layout` → float32 `[T,
         outputs]`."""
         rows, inputs = x.shape
-        found = jax.ShapeDtypeStruct((rows, len(levels) * OUTPUTS), jnp.float32)
-        scratch = jax.ShapeDtypeStruct((self.threads, scratch_floats(inputs)), jnp.float32)
+        found = jax.ShapeDtypeStruct((rows, len(levels) * self.form.outputs), jnp.float32)
+        scratch = jax.ShapeDtypeStruct((self.threads, self.form.scratch_floats(inputs)), jnp.float32)
         product, _ = jax.ffi.ffi_call(self.target, (found, scratch))(x, levels, scales)
         return product
 
@@ -55,12 +56,12 @@ def no_blocks(_: Encoding) -> None:
 
 
 class BlockMatrix(nnx.Module):
-    """A matrix `[*out, inputs]` in blocks, without values at first: loaded as stored, and then packed. Its weights
-    equal those of the matrix in bfloat16, bit for bit, so a product differs only by the order of its float32 sums,
-    which is the same for any number of rows."""
+    """A matrix `[*out, inputs]` in blocks, without values at first: loaded as stored, and then packed. In the exact
+    form, its weights equal those of the matrix in bfloat16, bit for bit, so a product differs only by the order of its
+    float32 sums. A row's result is the same for any number of rows."""
 
     def __init__(self, product: BlockProduct, inputs: int, outputs: Sizes, parts: Sequence[Part]) -> None:
-        """`parts`: the matrices that it consists of. The number of outputs must be a multiple of 4."""
+        """`parts`: the matrices that it consists of. The number of outputs must be a multiple of the form's."""
         encoding = product.encoding
         assert encoding.block is not None
         blocks = [*outputs, (Axis.IN_BLOCKS, inputs // encoding.block)]
@@ -75,17 +76,18 @@ class BlockMatrix(nnx.Module):
 
     def pack(self) -> None:
         """Changes the loaded arrays, or their shapes, to those that the kernel reads."""
-        encoding, outputs = self.product.encoding, math.prod(self.output_sizes)
+        encoding, form, outputs = self.product.encoding, self.product.form, math.prod(self.output_sizes)
         stored = {role: self.arrays[role.value].get_value() for role in encoding.roles}
         values = stored[Role.VALUES]
         if isinstance(values, jax.ShapeDtypeStruct):
-            levels, scales = _shapes_of_packed(encoding, outputs // OUTPUTS, values.shape[-2])
+            (shape, dtype), numbers = form.shapes(encoding, outputs // form.outputs, values.shape[-2])
+            levels, scales = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(numbers, jnp.float16)
         else:
             rows = {
                 role: np.asarray(array).reshape(outputs, *array.shape[len(self.output_sizes) :])
                 for role, array in stored.items()
             }
-            packed = pack(Stored(encoding, rows))
+            packed = form.pack(Stored(encoding, rows))
             levels, scales = (_placed(array, values.sharding) for array in (packed.levels, packed.scales))
         self.arrays = nnx.Dict(levels=_packed(levels), scales=_packed(scales))
 
@@ -96,15 +98,6 @@ class BlockMatrix(nnx.Module):
         """bfloat16 `x [T, *in]` → float32 `[T, outputs]`."""
         levels, scales = (self.arrays[name][...] for name in ("levels", "scales"))
         return self.product.multiply(x.reshape(len(x), -1), levels, scales)
-
-
-def _shapes_of_packed(encoding: Encoding, tiles: int, blocks: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The shapes of quantised values and scales: see `cpu_kernels.block_layout.PackedBlocks`."""
-    if encoding == Q4:
-        levels, numbers = jax.ShapeDtypeStruct((tiles, blocks, BLOCK), jnp.int16), 2 * OUTPUTS
-    else:
-        levels, numbers = jax.ShapeDtypeStruct((tiles, blocks, OUTPUTS, BLOCK), jnp.int8), OUTPUTS
-    return levels, jax.ShapeDtypeStruct((tiles, blocks, numbers), jnp.float16)
 
 
 def _packed(array: jax.Array | jax.ShapeDtypeStruct) -> Parameter:

@@ -15,7 +15,6 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.cpu_kernels.block_layout import OUTPUTS
 from sglang_jax.layers.block_matrix import BlockMatrix
 from sglang_jax.layers.layout import InOutLayout, Layout
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
@@ -126,6 +125,6 @@ def matrix_for(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: Pa
         return ScaledMatrix(encoding, inputs, outputs, parts, options.dtype)
     plain = PlainMatrix.of(inputs, outputs, parts, options.dtype)
     product, rows = options.block_products(encoding), math.prod(size for _, size in outputs)
-    if product is None or rows % OUTPUTS:
+    if product is None or rows % product.form.outputs:
         return plain
     return TwoFormMatrix(BlockMatrix(product, math.prod(size for _, size in inputs), outputs, parts), plain)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from helpers import gguf_blocks
-from helpers.cpu_kernels import block_products
+from helpers.cpu_kernels import block_products, integer_products
 from helpers.gguf_blocks import KINDS
 
 from sglang_jax.checkpoint.encoding import Q4, Q8, Stored
 from sglang_jax.config import EngineConfig
 from sglang_jax.cpu_kernels import compiling, vectors, xla_call
-from sglang_jax.cpu_kernels.block_layout import pack, random_blocks
+from sglang_jax.cpu_kernels.block_layout import EXACT, INTEGER, BlockForm, pack, random_blocks
 from sglang_jax.cpu_kernels.language import add, floats, store, take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 from sglang_jax.errors import ConfigError
@@ -30,14 +30,23 @@ from sglang_jax.runner.this_machine import cpu_cores
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 needs_units = pytest.mark.skipif(not vectors.supported(), reason="kernels need a processor with avx512_bf16")
+needs_integers = pytest.mark.skipif(
+    not vectors.supported((*vectors.NEEDED, *vectors.NEEDED_FOR_INTEGERS)),
+    reason="kernels need a processor with avx512_vnni",
+)
+every_form = pytest.mark.parametrize(
+    "form",
+    [pytest.param(EXACT, marks=needs_units), pytest.param(INTEGER, marks=needs_integers)],
+    ids=lambda form: form.name,
+)
 
 MAX_ROWS = 16
 Product = Callable[[np.ndarray], np.ndarray]
 
 
-def product_with(blocks: Stored) -> Product:
+def product_with(blocks: Stored, form: BlockForm = EXACT) -> Product:
     """A separate program for each number of rows, as in a runner."""
-    kernel, packed = block_product(blocks.encoding, EngineConfig().cache_folder()), pack(blocks)
+    kernel, packed = block_product(blocks.encoding, EngineConfig().cache_folder(), form), form.pack(blocks)
     assert kernel is not None
     run = jax.jit(kernel.multiply)
     levels, scales = jnp.asarray(packed.levels), jnp.asarray(packed.scales)
@@ -48,34 +57,39 @@ def rows_of(count: int, inputs: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((count, inputs)).astype(jnp.bfloat16)
 
 
-@needs_units
+@every_form
 @every_kind
-def test_products(kind: GGMLQuantizationType, tmp_path: Path) -> None:
-    """Against float64: sums in float32 of the weights of the matrix widened to bfloat16. With one thread, and shared by
-    several."""
-    for outputs in (104, 2048):
+def test_products(kind: GGMLQuantizationType, form: BlockForm, tmp_path: Path) -> None:
+    """Against float64: sums in float32 of the weights of the matrix widened to bfloat16, or of rows rounded to int8 and
+    the weights as stored. With one thread, and shared by several."""
+    for outputs in (112, 2048):
         blocks, weight = gguf_blocks.blocks_of(kind, outputs, 160, tmp_path)
-        multiply = product_with(blocks)
+        if form is INTEGER:
+            weight = blocks.widened()
+        multiply = product_with(blocks, form)
         for rows in (1, 2, 5, MAX_ROWS):
             x = rows_of(rows, 160)
-            exact = x.astype(np.float64) @ weight.astype(np.float64).T
+            exact = form.rounded(x.astype(np.float32)).astype(np.float64) @ weight.astype(np.float64).T
             found = multiply(x)
             assert found.dtype == np.float32
             assert np.abs(found - exact).max() <= 1e-6 * np.abs(exact).max()
 
 
-@needs_units
+@every_form
 @every_kind
-def test_a_product_is_batch_invariant_and_equals_torch_s(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+def test_a_product_is_batch_invariant_and_equals_torch_s(
+    kind: GGMLQuantizationType, form: BlockForm, tmp_path: Path
+) -> None:
     """Bit for bit: by itself, among few rows that are multiplied directly, among many whose weights are widened first.
     The Torch backend's is the same, rounded."""
     blocks, _ = gguf_blocks.blocks_of(kind, 2048, 160, tmp_path)
-    multiply = product_with(blocks)
+    multiply = product_with(blocks, form)
     x = rows_of(MAX_ROWS, 160)
     together = multiply(x)
     for first, last in ((0, 1), (15, 16), (5, 7), (4, 8), (3, 8), (1, 9)):
         np.testing.assert_array_equal(multiply(x[first:last]), together[first:last])
-    other = block_products().matrix(blocks, None).multiply(torch.from_numpy(x.astype(np.float32)).bfloat16())
+    products = block_products() if form is EXACT else integer_products()
+    other = products.matrix(blocks, None).multiply(torch.from_numpy(x.astype(np.float32)).bfloat16())
     np.testing.assert_array_equal(other.float().numpy(), together.astype(jnp.bfloat16).astype(np.float32))
 
 

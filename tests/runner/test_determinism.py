@@ -29,7 +29,7 @@ def with_states() -> ModelConfig:
 def test_what_rounds_by_the_step_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"does not support model_impl transformers.* choose native"):
         refuse_with_determinism(config(model_impl="transformers"), small_config())
-    with pytest.raises(ConfigError, match="^deterministic tp does not support model_impl"):
+    with pytest.raises(ConfigError, match=r"^deterministic tp does not support model_impl"):
         refuse_with_determinism(config(model_impl="transformers", deterministic="tp"), small_config())
     in_bfloat16 = {"mamba_ssm_dtype": "bfloat16"}
     with pytest.raises(ConfigError, match="needs mamba_ssm_dtype float32, got bfloat16"):

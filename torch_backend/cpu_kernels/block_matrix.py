@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from numba.core.errors import NumbaError
@@ -13,19 +12,7 @@ from torch.nn import functional
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.cpu_kernels import block_product
-from sglang_jax.cpu_kernels.block_layout import (
-    INTEGER_OUTPUTS,
-    INTEGER_TILES,
-    OUTPUTS,
-    TILES,
-    PackedBlocks,
-    integer_scratch_floats,
-    pack,
-    pack_for_integers,
-    random_blocks,
-    rounded_rows,
-    scratch_floats,
-)
+from sglang_jax.cpu_kernels.block_layout import EXACT, INTEGER, random_blocks
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.integer_product import build_integer_product
 from torch_backend.cpu_kernels.team import Launcher
@@ -35,28 +22,10 @@ logger = logging.getLogger(__name__)
 _ACTIVATIONS = {Activation.SILU: block_product.SILU, Activation.GELU_TANH: block_product.GELU_TANH}
 
 
-@dataclass(frozen=True, slots=True)
-class BlockForm:
-    """A kind of products: of bfloat16, or of rows rounded to int8. `outputs`: of a tile; `tiles`: of a work item."""
-
-    outputs: int
-    tiles: int
-    pack: Callable[[Stored], PackedBlocks]
-    scratch_floats: Callable[[int], int]
-    build: Callable[[KernelCompiler, int, bool], CompiledKernel]
-    rounded: Callable[[torch.Tensor], torch.Tensor]
-    """Rows as they are multiplied, exactly, in float64."""
-
-
-EXACT = BlockForm(OUTPUTS, TILES, pack, scratch_floats, block_product.build_block_product, torch.Tensor.double)
-INTEGER = BlockForm(
-    INTEGER_OUTPUTS,
-    INTEGER_TILES,
-    pack_for_integers,
-    integer_scratch_floats,
-    build_integer_product,
-    lambda x: torch.from_numpy(rounded_rows(x.float().numpy())).double(),
-)
+_BUILD: dict[str, Callable[[KernelCompiler, int, bool], CompiledKernel]] = {
+    EXACT.name: block_product.build_block_product,
+    INTEGER.name: build_integer_product,
+}
 
 
 class BlockProducts:
@@ -95,7 +64,8 @@ class BlockProducts:
         matrix = self.matrix(blocks, bias)
         for rows in (1, 17):
             x = torch.randn((rows, 96), generator=generator).bfloat16()
-            exact = functional.linear(self.form.rounded(x), weights, bias.double())
+            rounded = torch.from_numpy(self.form.rounded(x.float().numpy())).double()
+            exact = functional.linear(rounded, weights, bias.double())
             found = matrix.multiply(x)
             if gated:
                 found, (gate, up) = matrix.multiply_gated(x, Activation.SILU), exact.chunk(2, dim=-1)
@@ -145,7 +115,7 @@ class BlockProducts:
     def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
         key = encoding, gated
         if key not in self._launchers:
-            kernel = self.form.build(self.compiler, encoding.bits, gated)
+            kernel = _BUILD[self.form.name](self.compiler, encoding.bits, gated)
             self._launchers[key] = Launcher(kernel, block_product.FIELDS)
         return self._launchers[key]
 
