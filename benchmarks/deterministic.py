@@ -1,7 +1,7 @@
 """What `--deterministic` costs with the embedded model on a CPU.
 
     python benchmarks/deterministic.py [--json FILE] [--backend torch jax] [--dtype float32 bfloat16] [--level batch]
-        [--repeats N]
+        [--keep-gguf-blocks] [--repeats N]
 
 Two engines, with and without the option, are in this process and alternate, each first in every other turn. "batch"
 rows: output tokens per second of that number of requests at once (prompts and outputs of `decode_cpu.py`); "prompt"
@@ -64,13 +64,14 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--level", choices=["batch", "tp"], default="batch", help="of --deterministic")
+    parser.add_argument("--keep-gguf-blocks", action="store_true", help="in both engines, in bfloat16")
     parser.add_argument("--repeats", type=int, default=4, help="turns that count")
     arguments = parser.parse_args()
     rows = []
     for backend in arguments.backend:
         for dtype in arguments.dtype:
             common = {"model_path": "demo", "backend": backend, "device": "cpu", "dtype": dtype}
-            common |= {"context_length": 1024, "debug_memory": False}
+            common |= {"context_length": 1024, "debug_memory": False, "keep_gguf_blocks": arguments.keep_gguf_blocks}
             with Engine(**common) as plain, Engine(**common, deterministic=arguments.level) as fixed:
                 works = {f"batch {batch}": decode(batch) for batch in arguments.batch} | {"prompt": read_prompt}
                 for name, work in works.items():
