@@ -290,7 +290,7 @@ REFUSED = {
     # errors that only the compiling process can find
     ("--topology", "v6e-1", "--tp", "2"): "--tp-size 2 needs 2 devices; v6e:1x1 has 1",
     ("--topology", "v6e:2x2", "--tp", "3"): "cannot be spread over 3 devices",
-    ("--topology", "v6e:2x2", "--tp", "4", *FIXED): "needs --tp-size 2 or less on JAX, got 4",
+    ("--topology", "v6e:2x2", "--tp", "3", "--deterministic", "tp"): "in 8 shards, got --tp-size 3: choose one of 1, 2",
     ("--topology", "v6e-1", "--attention-backend", "reference", *FIXED): (
         "--attention-backend reference may depend on the batch"
     ),
