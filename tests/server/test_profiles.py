@@ -143,7 +143,7 @@ def test_a_router_waits_longer_for_profiles(
         stopped = pool.submit(router.http.post, "/stop_profile")
         with pytest.raises(TimeoutError):
             stopped.result(0.5)
-        monkeypatch.setattr(remote_link, "_get", gone)
+        monkeypatch.setattr(remote_link, "_ask", gone)
         lost = stopped.result(30)
         assert (lost.status_code, lost.json()["error"]["code"]) == (503, "replica_lost")
         writes_slowly.set()
