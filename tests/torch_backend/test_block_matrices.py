@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType
 from helpers import gguf_blocks
 from helpers.cpu_kernels import block_products, integer_products
+from helpers.fixed_rows import differences
 from helpers.gguf_blocks import KINDS, opened, stored
 from helpers.gguf_files import make_tiny_gguf
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
@@ -193,6 +194,22 @@ def test_a_model_with_blocks_has_the_logits_of_the_widened_one(tied: bool, tmp_p
             each.limit = limit
         for found, wanted in zip(blocks.run(tokens, steps), expected, strict=True):
             assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    "products", [pytest.param("exact", marks=needs_units), pytest.param("int8", marks=needs_integers)]
+)
+def test_equal_results_with_blocks(products: str, tmp_path: Path) -> None:
+    """Logits do not depend on the step, nor on 64 rows, the most that a kernel takes."""
+    model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
+    file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
+    matrices = block_products() if products == "exact" else integer_products()
+    options = {"dtype": torch.bfloat16, "block_matrices": matrices, "fixed": True, "page_size": 16}
+    fixed = TorchPagedModel(file, **options)
+    sequences = [
+        np.random.default_rng(row).integers(0, 384, length).astype(np.int32) for row, length in enumerate((90, 31))
+    ]
+    assert differences(fixed, sequences, 70) == 0
 
 
 @needs_units

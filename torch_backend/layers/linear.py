@@ -9,11 +9,13 @@ from torch import nn
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.cpu_kernels.block_layout import LARGEST
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.layout import Layout
-from torch_backend.layers.matrix import PlainMatrix, matrix_for
+from torch_backend.layers.matrix import PlainMatrix, TwoFormMatrix, matrix_for
 from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.part import PartOptions
+from torch_backend.layers.row_tiles import RowParts
 
 
 class Linear(nn.Module):
@@ -43,6 +45,10 @@ class Linear(nn.Module):
     def fix_rows(self, fixed: FixedRows) -> None:
         """Makes the results of a loaded matrix independent of the number of rows."""
         matrix = self.matrix
+        if isinstance(matrix, TwoFormMatrix):
+            # Kernels of blocks have one order of sums, and serve every step (`PackedLayout.use_blocks`).
+            self._product = RowParts(self._product, LARGEST)
+            return
         fixed.use(matrix)
         kind = type(self), type(matrix), matrix.shape, matrix.bias is None
         self._product = fixed.in_tiles(self._product, matrix.shape[1], matrix.dtype, kind)

@@ -13,6 +13,7 @@ from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, 
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
+from sglang_jax.cpu_kernels.block_layout import LARGEST
 from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
@@ -27,7 +28,6 @@ from torch_backend.layers.matrix import PlainMatrix
 from torch_backend.layers.norm import Norm
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
-from torch_backend.layers.row_tiles import TILE_ROWS
 from torch_backend.layers.shard import ModelShard
 from torch_backend.layers.shards import TreeSums, of_shard
 from torch_backend.models.decoder_layer import DecoderLayer
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         """Makes a token's results independent of the other tokens of a step, for matrices as they are now, in `layout`
         if they are packed: see `layers.fixed_rows`."""
         if layout is not None:
-            layout.use_blocks(TILE_ROWS[0])
+            layout.use_blocks(LARGEST)
         fixed = FixedRows(self.device)
         for module in self.modules():
             if isinstance(module, Linear | Experts | SharedExpert):
