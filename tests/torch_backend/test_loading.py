@@ -274,4 +274,6 @@ def test_a_draft_model_does_not_change_the_shards(folder: Path, monkeypatch: pyt
     config = options(folder, deterministic="tp", attention_backend="native")
     backend = building.TorchBackend.choose(config, models, torch.device("cpu"), SingleProcess())
     assert backend.num_shards == 4
-    assert (backend.build(models).in_shards, backend.build_draft(main).in_shards) == (True, False)
+    model, draft = backend.build(models), backend.build_draft(main)
+    assert (model.in_shards, draft.in_shards) == (True, False)
+    assert (len(model.shards), len(draft.shards)) == (4, 1)
