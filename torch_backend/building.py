@@ -251,7 +251,8 @@ def _block_matrices(
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     if kernels.block_matrices is None:
         raise ConfigError(
-            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: remove it, or see the log"
+            "keep_gguf_blocks needs a CPU, numba, and --cpu-activations int8 or --dtype bfloat16 with avx512_bf16: "
+            "remove it, or see the log"
         )
     model = build(block_matrices=kernels.block_matrices)
     needed = bytes_in_blocks(model)
