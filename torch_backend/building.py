@@ -244,7 +244,7 @@ def _block_matrices(
     config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels
 ) -> BlockMatrices | None:
     """The kernels for matrices that keep their GGUF blocks, for the model that `build` makes; None if memory is too
-    small. Raises `ConfigError` if blocks were asked for and cannot be kept."""
+    small for blocks besides widened matrices. Raises `ConfigError` if blocks were asked for and cannot be kept."""
     if not config.keep_gguf_blocks:
         return None
     if checkpoint.reader is None or not checkpoint.reads_gguf:
@@ -254,6 +254,8 @@ def _block_matrices(
             "keep_gguf_blocks needs a CPU, numba, and --cpu-activations int8 or --dtype bfloat16 with avx512_bf16: "
             "remove it, or see the log"
         )
+    if kernels.block_matrices.serves_all_rows:
+        return kernels.block_matrices
     model = build(block_matrices=kernels.block_matrices)
     needed = bytes_in_blocks(model)
     room = available_memory(model.device) - (weight_bytes(model) - needed)

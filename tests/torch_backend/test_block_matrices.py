@@ -38,7 +38,7 @@ from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import matrix_by_size
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.layout import PackedLayout
-from torch_backend.layers.matrix import TwoFormMatrix
+from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, TwoFormMatrix
 from torch_backend.layers.matrix_by_size import MatrixBySize, MatrixShape, Product, set_limits
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
@@ -194,6 +194,30 @@ def test_a_model_with_blocks_has_the_logits_of_the_widened_one(tied: bool, tmp_p
             each.limit = limit
         for found, wanted in zip(blocks.run(tokens, steps), expected, strict=True):
             assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_a_model_in_blocks_has_no_widened_copy(tied: bool, tmp_path: Path) -> None:
+    """Its matrices, the head and the table of embeddings take the bytes of the file; rows of the table are those of the
+    widened one, bit for bit; logits differ by what rounding activations to int8 costs. 378 tokens fill no tiles."""
+    model = make_tiny_model("llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=tied, vocab_size=378)
+    tokenizer = make_tiny_tokenizer(tmp_path)
+    file = make_tiny_gguf(tmp_path / "model.gguf", model, tokenizer, kind=GGMLQuantizationType.Q4_1)
+    config = open_checkpoint(str(file)).config
+    widened = TorchPagedModel(file, dtype=torch.bfloat16, page_size=16)
+    blocks = TorchPagedModel(file, dtype=torch.bfloat16, page_size=16, block_matrices=integer_products())
+    assert not [each for each in blocks.model.modules() if isinstance(each, PlainMatrix)]
+    kept = {each: each.shape for each in blocks.model.modules() if isinstance(each, QuantisedMatrix)}
+    assert len(kept) == 4 * len(config.layers) + (1 if tied else 2)
+    norms = (2 * len(config.layers) + 1) * 128 * 2
+    assert weight_bytes(blocks.model) == sum(rows * width for rows, width in kept.values()) * 20 // 32 + norms
+    ids = torch.tensor([0, 1, 15, 16, 17, 376, 377], dtype=torch.int32)
+    assert torch.equal(blocks.model.embeddings[0](ids), widened.model.embeddings[0](ids))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 90)).astype(np.int32)
+    steps = [{0: 80, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
+        assert found.shape == wanted.shape
+        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("products", [pytest.param("exact", marks=needs_units), "int8"])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
+import numpy as np
 import torch
 from numba.core.errors import NumbaError
 from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.reader import Array
 from sglang_jax.cpu_kernels import block_product
-from sglang_jax.cpu_kernels.block_layout import EXACT, random_blocks
+from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, random_blocks
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.integer_product import build_integer_product
@@ -82,17 +85,28 @@ class BlockProducts:
 
     @property
     def outputs_together(self) -> int:
-        """A divisor of the outputs of every matrix, and of half of them for a gated product."""
+        """Outputs that are computed together; other rows would be zeros."""
         return self.form.outputs
 
+    @property
+    def serves_all_rows(self) -> bool:
+        """Whether products are fast for many rows too, so that a matrix needs no other form."""
+        return self.unit is not None
+
     def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> BlockMatrix:
-        """Creates a matrix whose outputs, or half of them for a gated product, are a multiple of `outputs_together`."""
+        """Creates a matrix. Half of its outputs are a multiple of `outputs_together` for a gated product."""
         self._reserve(blocks.shape[1])
         return BlockMatrix(self, blocks, bias)
 
     def run(
         self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor
     ) -> torch.Tensor:
+        for first in range(0, len(x), LARGEST):
+            some = slice(first, first + LARGEST)
+            self._run(matrix, x[some], activation, output[some])
+        return output
+
+    def _run(self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor) -> None:
         rows, outputs = output.shape
         launcher = self.launcher(matrix.encoding, activation is not None)
         launcher(
@@ -110,7 +124,6 @@ class BlockProducts:
             matrix.inputs,
             0 if activation is None else _ACTIVATIONS[activation],
         )
-        return output
 
     def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
         key = encoding, gated
@@ -132,16 +145,18 @@ class BlockProducts:
 
 
 class BlockMatrix:
-    """A matrix `[outputs, inputs]` of quantised values, with the bias of its product, for at most `LARGEST` rows.
-    Weights are rounded to bfloat16 in registers, to the same bits as in the widened matrix, or rows to int8;
-    sums are float32, in an order that does not depend on the number of rows."""
+    """A matrix `[outputs, inputs]` of quantised values, with the bias of its product. Weights are rounded to bfloat16
+    in registers, to the same bits as in the widened matrix, or rows to int8; sums are float32, in an order that does
+    not depend on the number of rows."""
 
     def __init__(self, products: BlockProducts, blocks: Stored, bias: torch.Tensor | None) -> None:
         self.encoding = blocks.encoding
         self.outputs, self.inputs = blocks.shape
-        packed = products.form.pack(blocks)
+        missing = -self.outputs % products.form.outputs
+        packed = products.form.pack(blocks.of_rows(partial(_with_zeros, missing)) if missing else blocks)
+        self.bias = None if bias is None else functional.pad(bias, (0, missing))
+        self._computed = self.outputs + missing
         self.levels, self.scales = torch.from_numpy(packed.levels), torch.from_numpy(packed.scales)
-        self.bias = bias
         self._products = products
 
     @property
@@ -150,8 +165,28 @@ class BlockMatrix:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
-        return self._products.run(self, x.contiguous(), None, x.new_empty((len(x), self.outputs)))
+        computed = self._products.run(self, x.contiguous(), None, x.new_empty((len(x), self._computed)))
+        return computed[:, : self.outputs]
 
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """For a matrix of gate and up, in this order: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         return self._products.run(self, x.contiguous(), activation, x.new_empty((len(x), self.outputs // 2)))
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Dequantised rows `[T]` of a matrix in a layout of integers, `[T, inputs]` in the dtype of products."""
+        tile, lane = numbers // self._products.form.outputs, numbers % self._products.form.outputs
+        levels, zero = self.levels[tile, :, :, lane], self._products.form.zero
+        if self.bits == 4:
+            values = torch.stack((levels & 15, levels >> 4), dim=3).float()
+        else:
+            values = levels.float() - zero if zero else levels.view(torch.int8).float()
+        scale, *least = self.scales[tile, :, :, lane].float().unbind(2)
+        values = values.flatten(2) * scale[..., None]
+        if least:
+            values = values + least[0][..., None]
+        return values.flatten(1).to(self._products.dtype)
+
+
+def _with_zeros(rows: int, array: Array) -> Array:
+    """An array with `rows` rows of zeros behind its own."""
+    return np.concatenate((array, np.zeros((rows, *array.shape[1:]), array.dtype)))
