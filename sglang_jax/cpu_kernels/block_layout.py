@@ -18,7 +18,7 @@ TILES = 8
 """Tiles in a work item."""
 
 LARGEST = 64
-"""Maximum rows of activations per call."""
+"""Maximum rows of activations of an item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ def scratch_floats(inputs: int) -> int:
 def pack(blocks: Stored) -> PackedBlocks:
     """Converts blocks of a multiple of 4 outputs."""
     return {Q4: _pack_four_bits, Q8: _pack_eight_bits}[blocks.encoding](blocks)
+
+
+def with_zeros(rows: int, array: Array) -> Array:
+    """An array with `rows` rows of zeros behind its own."""
+    return np.concatenate((array, np.zeros((rows, *array.shape[1:]), array.dtype))) if rows else array
 
 
 def random_blocks(encoding: Encoding, outputs: int, inputs: int) -> Stored:
@@ -82,6 +87,10 @@ class BlockForm:
     scratch_floats: Callable[[int], int]
     rounded: Callable[[Array], Array]
     zero: int = 0
+
+    def items(self, rows: int, outputs: int) -> int:
+        """Work items of a product."""
+        return -(-rows // LARGEST) * -(-outputs // (self.outputs * self.tiles))
 
 
 def _pack_four_bits(blocks: Stored) -> PackedBlocks:

@@ -17,8 +17,8 @@ from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_C
 
 FIELDS = "qqqqqqqqqqq"
 """Addresses of x, quantised values, scales, bias (0 for none), output and scratch; slots of scratch; rows, outputs,
-inputs; activation of a gated product. An item is `TILES` tiles. The matrix of a gated product is gate, then up, each
-with `outputs` outputs."""
+inputs; activation of a gated product. An item is `TILES` tiles, for at most `LARGEST` rows (`BlockForm.items`). The
+matrix of a gated product is gate, then up, each with `outputs` outputs."""
 
 SILU, GELU_TANH = 1, 2
 """Activations of gated products."""
@@ -38,8 +38,9 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width:
         slot = take(work, SLOT_COUNTER)
         if slot >= work[FIRST_FIELD + 6]:
             return
-        rows, outputs, inputs = work[FIRST_FIELD + 7], work[FIRST_FIELD + 8], work[FIRST_FIELD + 9]
+        outputs, inputs = work[FIRST_FIELD + 8], work[FIRST_FIELD + 9]
         blocks, tiles = inputs // BLOCK, outputs // OUTPUTS
+        items_of_group = (tiles + TILES - 1) // TILES
         # The size of `scratch_floats`.
         scratch = work[FIRST_FIELD + 5] + slot * 4 * (
             blocks * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
@@ -50,6 +51,9 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width:
             item = take(work, ITEM_COUNTER)
             if item >= work[ITEMS]:
                 return
+            group, item = item // items_of_group, item % items_of_group
+            rows = rows_of_item(group, work[FIRST_FIELD + 7])
+            x = work[FIRST_FIELD] + group * LARGEST * inputs * 2
             for tile in range(item * TILES, min(item * TILES + TILES, tiles)):
                 for half in range(halves):
                     place = (tile + half * tiles) * blocks
@@ -57,22 +61,30 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width:
                     levels = work[FIRST_FIELD + 1] + place * level_bytes
                     into = sums + half * 4 * LARGEST * OUTPUTS
                     if rows <= FEW_ROWS:
-                        _multiply_few(bits, rows, work[FIRST_FIELD], inputs * 2, levels, scratch, blocks, into)
+                        _multiply_few(bits, rows, x, inputs * 2, levels, scratch, blocks, into)
                     else:
                         widen_tile(bits, levels, scratch, blocks, weights)
-                        _multiply_many(rows, work[FIRST_FIELD], inputs * 2, weights, blocks, into)
-                write_tile(work, sums, tile, OUTPUTS, gated, 2, width)
+                        _multiply_many(rows, x, inputs * 2, weights, blocks, into)
+                write_tile(work, sums, group, tile, OUTPUTS, gated, 2, width)
 
     return compiler(kernel)
 
 
 @part
-def write_tile(work, sums, tile, size, gated, width, output_width):
-    """Writes sums `[LARGEST, size]` of a tile of `size` outputs, and their bias of `width` bytes, as outputs of
-    `output_width` bytes. If `gated`, they are those of the gate; those of up, in as much memory, lie behind them."""
-    rows, outputs, bias = work[FIRST_FIELD + 7], work[FIRST_FIELD + 8], work[FIRST_FIELD + 3]
-    for row in range(rows):
-        output = elements(work[FIRST_FIELD + 4] + (row * outputs + tile * size) * output_width, output_width)
+def rows_of_item(group, rows):
+    """The number of rows of a group."""
+    return min(LARGEST, rows - group * LARGEST)
+
+
+@part
+def write_tile(work, sums, group, tile, size, gated, width, output_width):
+    """Writes sums `[LARGEST, size]` of a group of rows and a tile of `size` outputs, and their bias of `width` bytes,
+    as outputs of `output_width` bytes. If `gated`, they are those of the gate; those of up, in as much memory, lie
+    behind them."""
+    outputs, bias = work[FIRST_FIELD + 8], work[FIRST_FIELD + 3]
+    first = work[FIRST_FIELD + 4] + group * LARGEST * outputs * output_width
+    for row in range(rows_of_item(group, work[FIRST_FIELD + 7])):
+        output = elements(first + (row * outputs + tile * size) * output_width, output_width)
         for i in range(size):
             total = _total(sums, bias, row * size + i, tile * size + i, width)
             if gated:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_jax.checkpoint.encoding import BLOCK
 from sglang_jax.cpu_kernels.block_layout import LARGEST
-from sglang_jax.cpu_kernels.block_product import part, write_tile
+from sglang_jax.cpu_kernels.block_product import part, rows_of_item, write_tile
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.integer_layout import OF_BLOCK
@@ -18,7 +18,7 @@ def build_integer_product(
 ) -> CompiledKernel:
     """Builds the kernel for instructions `byte_units.UNITS[unit]`, values of `bits` bits, 4 or 8, activations and bias
     of `width` bytes, 2 for bfloat16 and 4 for float32, and outputs of `output_width`. See
-    `block_product.build_block_product`, whose fields this takes. Each thread rounds all rows."""
+    `block_product.build_block_product`, whose fields this takes. Each thread rounds the rows of its items."""
     size, tiles_of_item = UNITS[unit].form.outputs, UNITS[unit].form.tiles
     many, few, one = UNITS[unit].rows
     level_bytes = size * BLOCK * bits // 8
@@ -29,22 +29,25 @@ def build_integer_product(
         slot = take(work, SLOT_COUNTER)
         if slot >= work[FIRST_FIELD + 6]:
             return
-        rows, outputs, inputs = work[FIRST_FIELD + 7], work[FIRST_FIELD + 8], work[FIRST_FIELD + 9]
+        outputs, inputs = work[FIRST_FIELD + 8], work[FIRST_FIELD + 9]
         blocks, tiles = inputs // BLOCK, outputs // size
+        items_of_group = (tiles + tiles_of_item - 1) // tiles_of_item
         # The size of `integer_layout.scratch_floats`.
         integers = work[FIRST_FIELD + 5] + slot * 4 * (LARGEST * (inputs // 4 + OF_BLOCK * blocks) + 2 * LARGEST * size)
         of_rows = integers + LARGEST * inputs
         sums = of_rows + LARGEST * blocks * 4 * OF_BLOCK
-        rounded = False
+        rounded = -1
         while True:
             item = take(work, ITEM_COUNTER)
             if item >= work[ITEMS]:
                 return
-            if not rounded:
+            group, item = item // items_of_group, item % items_of_group
+            rows = rows_of_item(group, work[FIRST_FIELD + 7])
+            if rounded != group:
                 for row in range(rows):
-                    x = work[FIRST_FIELD] + row * inputs * width
+                    x = work[FIRST_FIELD] + (group * LARGEST + row) * inputs * width
                     round_row(width, x, blocks, integers + row * inputs, of_rows + row * blocks * 4 * OF_BLOCK)
-                rounded = True
+                rounded = group
             for tile in range(item * tiles_of_item, min(item * tiles_of_item + tiles_of_item, tiles)):
                 for half in range(halves):
                     place = (tile + half * tiles) * blocks
@@ -54,7 +57,7 @@ def build_integer_product(
                     row = _multiply(unit, bits, many, 0, rows, integers, of_rows, levels, scales, blocks, size, into)
                     row = _multiply(unit, bits, few, row, rows, integers, of_rows, levels, scales, blocks, size, into)
                     _multiply(unit, bits, one, row, rows, integers, of_rows, levels, scales, blocks, size, into)
-                write_tile(work, sums, tile, size, gated, width, output_width)
+                write_tile(work, sums, group, tile, size, gated, width, output_width)
 
     return compiler(kernel)
 

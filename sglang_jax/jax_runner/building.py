@@ -195,6 +195,8 @@ def _block_products(
     folder = None if "://" in address else Path(address)
     unit = unit_of(config.cpu_activations)
     products = partial(block_product, cache_folder=folder, unit=unit, dtype=dtype.name)
+    if unit is not None:
+        return products
     sizes = [
         (set(BLOCK_AXES) & set(parameter.axes), _bytes_on_one_device(parameter, 1))
         for parameter in parameters(build(block_products=products))

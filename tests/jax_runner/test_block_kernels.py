@@ -19,7 +19,7 @@ from helpers.gguf_blocks import KINDS
 from sglang_jax.checkpoint.encoding import Q4, Q8, Stored
 from sglang_jax.config import CpuActivations, EngineConfig
 from sglang_jax.cpu_kernels import compiling, vectors, xla_call
-from sglang_jax.cpu_kernels.block_layout import EXACT, pack, random_blocks
+from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, pack, random_blocks
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.language import add, floats, store, take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
@@ -83,9 +83,9 @@ def test_a_product_is_batch_invariant_and_equals_torch_s(
     The Torch backend's is the same, rounded."""
     blocks, _ = gguf_blocks.blocks_of(kind, 2048, 160, tmp_path)
     multiply = product_with(blocks, unit, dtype)
-    x = rows_of(MAX_ROWS, 160, dtype)
+    x = rows_of(LARGEST + 6, 160, dtype)  # more than an item takes
     together = multiply(x)
-    for first, last in ((0, 1), (15, 16), (5, 7), (4, 8), (3, 8), (1, 9)):
+    for first, last in ((0, 1), (15, 16), (5, 7), (4, 8), (3, 8), (1, 9), (LARGEST + 1, LARGEST + 6)):
         np.testing.assert_array_equal(multiply(x[first:last]), together[first:last])
     of_torch = torch.float32 if dtype == "float32" else torch.bfloat16
     products = block_products() if unit is None else integer_products(unit, of_torch)

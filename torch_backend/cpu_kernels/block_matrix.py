@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-import numpy as np
 import torch
 from numba.core.errors import NumbaError
 from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.encoding import Encoding, Stored
-from sglang_jax.checkpoint.reader import Array
 from sglang_jax.cpu_kernels import block_product
-from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, random_blocks
+from sglang_jax.cpu_kernels.block_layout import EXACT, random_blocks, with_zeros
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.integer_product import build_integer_product
@@ -101,17 +99,11 @@ class BlockProducts:
     def run(
         self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor
     ) -> torch.Tensor:
-        for first in range(0, len(x), LARGEST):
-            some = slice(first, first + LARGEST)
-            self._run(matrix, x[some], activation, output[some])
-        return output
-
-    def _run(self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor) -> None:
         rows, outputs = output.shape
         launcher = self.launcher(matrix.encoding, activation is not None)
         launcher(
             matrix.levels.numel() * rows,
-            -(-outputs // (self.form.outputs * self.form.tiles)),
+            self.form.items(rows, outputs),
             x.data_ptr(),
             matrix.levels.data_ptr(),
             matrix.scales.data_ptr(),
@@ -124,6 +116,7 @@ class BlockProducts:
             matrix.inputs,
             0 if activation is None else _ACTIVATIONS[activation],
         )
+        return output
 
     def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
         key = encoding, gated
@@ -153,7 +146,7 @@ class BlockMatrix:
         self.encoding = blocks.encoding
         self.outputs, self.inputs = blocks.shape
         missing = -self.outputs % products.form.outputs
-        packed = products.form.pack(blocks.of_rows(partial(_with_zeros, missing)) if missing else blocks)
+        packed = products.form.pack(blocks.of_rows(partial(with_zeros, missing)))
         self.bias = None if bias is None else functional.pad(bias, (0, missing))
         self._computed = self.outputs + missing
         self.levels, self.scales = torch.from_numpy(packed.levels), torch.from_numpy(packed.scales)
@@ -185,8 +178,3 @@ class BlockMatrix:
         if least:
             values = values + least[0][..., None]
         return values.flatten(1).to(self._products.dtype)
-
-
-def _with_zeros(rows: int, array: Array) -> Array:
-    """An array with `rows` rows of zeros behind its own."""
-    return np.concatenate((array, np.zeros((rows, *array.shape[1:]), array.dtype)))
