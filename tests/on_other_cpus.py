@@ -82,6 +82,7 @@ class Profile:
     - `needs`: the flag of `/proc/cpuinfo` without which this machine cannot emulate it.
     - `bfloat16`: it multiplies bfloat16; this decides the engine's default dtype.
     - `openblas`, `numba`: the core whose kernels OpenBLAS uses, and that LLVM compiles for.
+    - `features`: those of the core, by LLVM's names, by which CPU kernels choose their instructions.
     - `onednn`, `aten`, `mkl`, `xla`: the newest instructions that oneDNN, ATen, MKL (on Intel's CPUs) and XLA may use.
     - `numpy`: groups of instructions that numpy may not use.
     - `tests`: the tests run for it, except with `--whole`.
@@ -92,6 +93,7 @@ class Profile:
     bfloat16: bool
     openblas: str
     numba: str
+    features: str
     onednn: str
     aten: str
     mkl: str
@@ -105,7 +107,7 @@ class Profile:
             "ATEN_CPU_CAPABILITY": self.aten,
             "MKL_ENABLE_INSTRUCTIONS": self.mkl,
             "NPY_DISABLE_CPU_FEATURES": self.numpy,
-            "NUMBA_CPU_FEATURES": "",  # those of the named CPU, not of this one
+            "NUMBA_CPU_FEATURES": self.features,  # in addition to those of the named CPU; without it, this one's
             "NUMBA_CPU_NAME": self.numba,
             "ONEDNN_MAX_CPU_ISA": self.onednn,
             "OPENBLAS_CORETYPE": self.openblas,
@@ -128,6 +130,7 @@ PROFILES = [
         bfloat16=False,
         openblas="Haswell",
         numba="haswell",
+        features="+avx,+avx2,+fma",
         onednn="AVX2",
         aten="avx2",
         mkl="AVX2",
@@ -141,6 +144,7 @@ PROFILES = [
         bfloat16=True,
         openblas="Zen",
         numba="znver4",
+        features="+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512bf16,+avx512vnni",
         onednn="AVX512_CORE_BF16",
         aten="avx512",
         mkl="AVX2",
@@ -154,6 +158,7 @@ PROFILES = [
         bfloat16=False,
         openblas="SkylakeX",
         numba="skylake-avx512",
+        features="+avx,+avx2,+fma,+avx512f,+avx512bw",
         onednn="AVX512_CORE",
         aten="avx512",
         mkl="AVX512",
@@ -167,6 +172,7 @@ PROFILES = [
         bfloat16=False,
         openblas="Prescott",
         numba="nehalem",
+        features="+sse4.2",
         onednn="SSE41",
         aten="default",
         mkl="SSE4_2",

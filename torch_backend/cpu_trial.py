@@ -100,7 +100,7 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
             "rounded to int8" if integers else "in bfloat16: int8 needs avx512_vnni",
         )
     try:
-        prompts = CpuPrompts(compiler, form.heads) if multiplies and CpuPrompts.take(form.heads) else None
+        prompts = CpuPrompts(compiler, form.dtype, form.heads) if CpuPrompts.take(form.heads) else None
         return CpuKernels(
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
             CpuAttention(compiler, form.dtype, form.heads, prompts),
