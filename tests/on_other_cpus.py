@@ -58,6 +58,7 @@ ROUNDING = [
     "tests/runner/test_samplers.py",
     "tests/sampling",
     "tests/server/test_real_model_over_http.py",
+    "tests/torch_backend/test_block_matrices.py",
     "tests/torch_backend/test_cpu_attention.py",
     "tests/torch_backend/test_cpu_operations.py",
     "tests/torch_backend/test_graphs.py",
@@ -82,7 +83,7 @@ class Profile:
     - `needs`: the flag of `/proc/cpuinfo` without which this machine cannot emulate it.
     - `bfloat16`: it multiplies bfloat16; this decides the engine's default dtype.
     - `openblas`, `numba`: the core whose kernels OpenBLAS uses, and that LLVM compiles for.
-    - `features`: those of the core, by LLVM's names, by which CPU kernels choose their instructions.
+    - `features`: instructions that the engine's kernels may ask for, by LLVM's names.
     - `onednn`, `aten`, `mkl`, `xla`: the newest instructions that oneDNN, ATen, MKL (on Intel's CPUs) and XLA may use.
     - `numpy`: groups of instructions that numpy may not use.
     - `tests`: the tests run for it, except with `--whole`.
@@ -107,7 +108,7 @@ class Profile:
             "ATEN_CPU_CAPABILITY": self.aten,
             "MKL_ENABLE_INSTRUCTIONS": self.mkl,
             "NPY_DISABLE_CPU_FEATURES": self.numpy,
-            "NUMBA_CPU_FEATURES": self.features,  # in addition to those of the named CPU; without it, this one's
+            "NUMBA_CPU_FEATURES": self.features,
             "NUMBA_CPU_NAME": self.numba,
             "ONEDNN_MAX_CPU_ISA": self.onednn,
             "OPENBLAS_CORETYPE": self.openblas,
@@ -130,7 +131,7 @@ PROFILES = [
         bfloat16=False,
         openblas="Haswell",
         numba="haswell",
-        features="+avx,+avx2,+fma",
+        features="+avx2,+fma,+f16c",
         onednn="AVX2",
         aten="avx2",
         mkl="AVX2",
@@ -144,7 +145,7 @@ PROFILES = [
         bfloat16=True,
         openblas="Zen",
         numba="znver4",
-        features="+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512bf16,+avx512vnni",
+        features="+avx2,+fma,+f16c,+avx512bw,+avx512vl,+avx512vnni,+avx512bf16",
         onednn="AVX512_CORE_BF16",
         aten="avx512",
         mkl="AVX2",
@@ -158,7 +159,7 @@ PROFILES = [
         bfloat16=False,
         openblas="SkylakeX",
         numba="skylake-avx512",
-        features="+avx,+avx2,+fma,+avx512f,+avx512bw",
+        features="+avx2,+fma,+f16c,+avx512bw,+avx512vl",
         onednn="AVX512_CORE",
         aten="avx512",
         mkl="AVX512",

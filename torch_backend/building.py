@@ -244,15 +244,18 @@ def _block_matrices(
     config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels
 ) -> BlockMatrices | None:
     """The kernels for matrices that keep their GGUF blocks, for the model that `build` makes; None if memory is too
-    small. Raises `ConfigError` if blocks were asked for and cannot be kept."""
+    small for blocks besides widened matrices. Raises `ConfigError` if blocks were asked for and cannot be kept."""
     if not config.keep_gguf_blocks:
         return None
     if checkpoint.reader is None or not checkpoint.reads_gguf:
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     if kernels.block_matrices is None:
         raise ConfigError(
-            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: remove it, or see the log"
+            "keep_gguf_blocks needs a CPU, numba, and --cpu-activations int8 or --dtype bfloat16 with avx512_bf16: "
+            "remove it, or see the log"
         )
+    if kernels.block_matrices.serves_all_rows:
+        return kernels.block_matrices
     model = build(block_matrices=kernels.block_matrices)
     needed = bytes_in_blocks(model)
     room = available_memory(model.device) - (weight_bytes(model) - needed)

@@ -85,6 +85,7 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
     from numba.core.errors import NumbaError
 
     from sglang_jax.cpu_kernels import vectors
+    from sglang_jax.cpu_kernels.byte_units import UNITS, best_unit
     from torch_backend.attention.cpu import CpuAttention
     from torch_backend.attention.cpu_prompts import CpuPrompts
     from torch_backend.cpu_kernels import block_matrix
@@ -93,18 +94,17 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
 
     compiler = caching_compiler(cache_folder)
     multiplies = form.dtype is torch.bfloat16 and vectors.supported()
-    integers = form.int8_activations and vectors.supported(vectors.NEEDED_FOR_INTEGERS)
-    if form.int8_activations:
-        logger.info(
-            "Matrices in blocks multiply activations %s",
-            "rounded to int8" if integers else "in bfloat16: int8 needs avx512_vnni",
-        )
+    unit = best_unit() if form.int8_activations else None
+    if unit is not None:
+        logger.info("Matrices in blocks multiply activations rounded to int8, with %s", UNITS[unit].name)
     try:
         prompts = CpuPrompts(compiler, form.dtype, form.heads) if CpuPrompts.take(form.heads) else None
         return CpuKernels(
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
             CpuAttention(compiler, form.dtype, form.heads, prompts),
-            block_matrix.BlockProducts(compiler, int8_activations=integers) if multiplies else None,
+            block_matrix.BlockProducts(compiler, unit=unit, dtype=form.dtype)
+            if multiplies or unit is not None
+            else None,
             prompts is not None,
         )
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError

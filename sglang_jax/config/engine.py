@@ -104,8 +104,8 @@ class EngineConfig(BaseModel):
     )
     keep_gguf_blocks: bool = Field(
         False,
-        description="also keep GGUF's Q4_0, Q4_1 and Q8_0 matrices quantised, for steps with few rows: faster on a CPU "
-        "with avx512_bf16; bfloat16 rounding then depends on the batch size",
+        description="also keep GGUF's Q4_0, Q4_1 and Q8_0 matrices quantised, for steps with few rows: faster on a "
+        "CPU, with cpu_activations int8 or with avx512_bf16; bfloat16 rounding then depends on the batch size",
     )
     cpu_activations: CpuActivations = Field(
         CpuActivations.EXACT,

@@ -24,7 +24,7 @@ SILU, GELU_TANH = 1, 2
 """Activations of gated products."""
 
 # The functions below are inlined into the kernel, so that formats are constants there.
-_part: Callable[[Any], Any] = njit(inline="always")
+part: Callable[[Any], Any] = njit(inline="always")
 
 
 def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width: int = 2) -> CompiledKernel:
@@ -61,29 +61,36 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width:
                     else:
                         widen_tile(bits, levels, scratch, blocks, weights)
                         _multiply_many(rows, work[FIRST_FIELD], inputs * 2, weights, blocks, into)
-                for row in range(rows):
-                    output = elements(work[FIRST_FIELD + 4] + (row * outputs + tile * OUTPUTS) * width, width)
-                    for i in range(OUTPUTS):
-                        total = _total(sums, work[FIRST_FIELD + 3], row, i, tile * OUTPUTS + i)
-                        if gated:
-                            second = sums + 4 * LARGEST * OUTPUTS
-                            up = _total(second, work[FIRST_FIELD + 3], row, i, outputs + tile * OUTPUTS + i)
-                            store(output, i, activated(total, work[FIRST_FIELD + 10]))
-                            total = load(output, i) * up
-                        store(output, i, total)
+                write_tile(work, sums, tile, OUTPUTS, gated, 2, width)
 
     return compiler(kernel)
 
 
-@_part
-def _total(sums, bias, row, i, output):
-    total = load(floats(sums), row * OUTPUTS + i)
+@part
+def write_tile(work, sums, tile, size, gated, width, output_width):
+    """Writes sums `[LARGEST, size]` of a tile of `size` outputs, and their bias of `width` bytes, as outputs of
+    `output_width` bytes. If `gated`, they are those of the gate; those of up, in as much memory, lie behind them."""
+    rows, outputs, bias = work[FIRST_FIELD + 7], work[FIRST_FIELD + 8], work[FIRST_FIELD + 3]
+    for row in range(rows):
+        output = elements(work[FIRST_FIELD + 4] + (row * outputs + tile * size) * output_width, output_width)
+        for i in range(size):
+            total = _total(sums, bias, row * size + i, tile * size + i, width)
+            if gated:
+                up = _total(sums + 4 * LARGEST * size, bias, row * size + i, outputs + tile * size + i, width)
+                store(output, i, activated(total, work[FIRST_FIELD + 10]))
+                total = load(output, i) * up
+            store(output, i, total)
+
+
+@part
+def _total(sums, bias, place, output, width):
+    total = load(floats(sums), place)
     if bias != 0:
-        total += load(elements(bias, 2), output)
+        total += load(elements(bias, width), output)
     return total
 
 
-@_part
+@part
 def activated(x, activation):
     """x times its logistic, or, for the tanh approximation of GELU, that of a polynomial of x."""
     inner = x
@@ -92,7 +99,7 @@ def activated(x, activation):
     return x / (np.float32(1) + exponential(-inner))
 
 
-@_part
+@part
 def _multiply_few(bits, rows, x, stride, levels, scales, blocks, sums):
     if rows == 1:
         multiply_tile(bits, 1, x, stride, levels, scales, blocks, sums)
@@ -104,7 +111,7 @@ def _multiply_few(bits, rows, x, stride, levels, scales, blocks, sums):
         multiply_tile(bits, 4, x, stride, levels, scales, blocks, sums)
 
 
-@_part
+@part
 def _multiply_many(rows, x, stride, weights, blocks, sums):
     row = 0
     while row + MAX_ROWS <= rows:

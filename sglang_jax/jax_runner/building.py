@@ -19,7 +19,7 @@ from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
-from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels, form_of
+from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels, unit_of
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
 from sglang_jax.jax_runner.model_programs import parameters
@@ -188,12 +188,13 @@ def _block_products(
     would take too much memory. Raises `ConfigError` if the options ask for blocks that are not supported."""
     if not config.keep_gguf_blocks:
         return no_blocks
-    check_block_kernels(device, dtype, config.tp_size)
+    check_block_kernels(device, dtype, config.tp_size, config.cpu_activations)
     if checkpoint.reader is None or not checkpoint.reads_gguf:
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     address = config.cache_address()
     folder = None if "://" in address else Path(address)
-    products = partial(block_product, cache_folder=folder, form=form_of(config.cpu_activations))
+    unit = unit_of(config.cpu_activations)
+    products = partial(block_product, cache_folder=folder, unit=unit, dtype=dtype.name)
     sizes = [
         (set(BLOCK_AXES) & set(parameter.axes), _bytes_on_one_device(parameter, 1))
         for parameter in parameters(build(block_products=products))

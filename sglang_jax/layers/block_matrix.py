@@ -38,7 +38,7 @@ class BlockProduct:
     form: BlockForm = EXACT
 
     def multiply(self, x: jax.Array, levels: jax.Array, scales: jax.Array) -> jax.Array:
-        """bfloat16 `x [T, inputs]` times a matrix in the layout of `cpu_kernels.block_layout` → float32 `[T,
+        """`x [T, inputs]` times a matrix in the layout of `cpu_kernels.block_layout` → float32 `[T,
         outputs]`."""
         rows, inputs = x.shape
         found = jax.ShapeDtypeStruct((rows, len(levels) * self.form.outputs), jnp.float32)
@@ -95,7 +95,7 @@ class BlockMatrix(nnx.Module):
         return rows <= self.product.max_rows
 
     def multiply(self, x: jax.Array) -> jax.Array:
-        """bfloat16 `x [T, *in]` → float32 `[T, outputs]`."""
+        """`x [T, *in]` → float32 `[T, outputs]`."""
         levels, scales = (self.arrays[name][...] for name in ("levels", "scales"))
         return self.product.multiply(x.reshape(len(x), -1), levels, scales)
 

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from sglang_jax.config import EngineConfig
+from sglang_jax.cpu_kernels.byte_units import best_unit
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.cpu_prompts import CpuPrompts
@@ -35,8 +36,9 @@ def block_products() -> BlockProducts:
 
 
 @functools.cache
-def integer_products() -> BlockProducts:
-    return BlockProducts(_compiler(), int8_activations=True)
+def integer_products(unit: int | None = None, dtype: torch.dtype = torch.bfloat16) -> BlockProducts:
+    """Products of rows rounded to int8. `unit`: an index of `byte_units.UNITS`; None: the fastest of this processor."""
+    return BlockProducts(_compiler(), unit=best_unit() if unit is None else unit, dtype=dtype)
 
 
 def _compiler() -> KernelCompiler:

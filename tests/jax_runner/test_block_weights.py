@@ -122,7 +122,9 @@ def test_blocks_are_refused_for_checkpoints_and_machines_without_support(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0)
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs --dtype bfloat16, got float32"):
+    with pytest.raises(
+        ConfigError, match="keep_gguf_blocks needs --dtype bfloat16 or --cpu-activations int8, got float32"
+    ):
         load_rank(options(file, dtype=Dtype.FLOAT32), open_checkpoint(str(file)))
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
     monkeypatch.setattr(vectors, "supported", lambda: True)

@@ -21,6 +21,7 @@ from sglang_jax.cpu_kernels.vectors import (
     I32,
     I64,
     add_products,
+    in_all_lanes,
     lanes,
     load_vector,
     round_to_bfloat16,
@@ -61,7 +62,7 @@ PAIRS = Products(packed=2, lanes=LANES, vectors=4)
 SIXTEENS, EIGHTS, FOURS = (Products(1, 16, 4), Products(1, 8, 2), Products(1, 4, 2))
 """float32 in vectors of 512 bits with 32 registers; of 256 bits and of 128 bits with 16 registers."""
 
-_OF_FLOATS = ((("avx512f",), SIXTEENS), (("avx",), EIGHTS))
+_OF_FLOATS = ((("avx512bw",), SIXTEENS), (("avx2",), EIGHTS))
 
 
 @intrinsic(prefer_literal=True)
@@ -104,8 +105,7 @@ def multiply_rows(typing, packed, size, vectors, adds, words, rows, stride, colu
             own = builder.add(rows, builder.mul(loop.index, I64(4)))
             for row in range(ROWS):
                 found = load_vector(builder, word, builder.add(own, builder.mul(stride, I64(row))))
-                left = builder.insert_element(ir.Constant(vector_of_words, ir.Undefined), found, I32(0))
-                left = lanes(builder, left, [0] * width)
+                left = in_all_lanes(builder, found, width)
                 for vector in range(count):
                     total = totals[row][vector]
                     builder.store(multiply(builder, builder.load(total), right[vector], left), total)
