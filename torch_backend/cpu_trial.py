@@ -98,7 +98,7 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
     if unit is not None:
         logger.info("Matrices in blocks multiply activations rounded to int8, with %s", UNITS[unit].name)
     try:
-        prompts = CpuPrompts(compiler, form.heads) if multiplies and CpuPrompts.take(form.heads) else None
+        prompts = CpuPrompts(compiler, form.dtype, form.heads) if CpuPrompts.take(form.heads) else None
         return CpuKernels(
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
             CpuAttention(compiler, form.dtype, form.heads, prompts),

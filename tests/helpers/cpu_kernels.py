@@ -15,12 +15,14 @@ from torch_backend.attention.interface import HeadForm
 from torch_backend.cpu_kernels.block_matrix import BlockProducts
 from torch_backend.cpu_kernels.compiling import caching_compiler
 from torch_backend.cpu_kernels.operations import CpuOperations
+from torch_backend.cpu_kernels.prompt_tiles import Products
 
 
 @functools.cache
-def cpu_attention(dtype: torch.dtype, *forms: HeadForm, prompts: bool = False) -> CpuAttention:
-    """`prompts`: a kernel computes prompts too."""
-    return CpuAttention(_compiler(), dtype, forms, CpuPrompts(_compiler(), forms) if prompts else None)
+def cpu_attention(dtype: torch.dtype, *forms: HeadForm, prompts: Products | None = None) -> CpuAttention:
+    """`prompts`: how a kernel for prompts multiplies; without it, torch computes them."""
+    kernel = None if prompts is None else CpuPrompts(_compiler(), dtype, forms, prompts)
+    return CpuAttention(_compiler(), dtype, forms, kernel)
 
 
 @functools.cache
