@@ -7,7 +7,7 @@
 Random weights. A decode row has `--context` keys, or a few less, as in a running server; `--prefill` is the number of
 tokens of each row of a step of prompts. `--profile` prints torch's operators by time for each step measured.
 
-With `--prefixes`, only attention of one chunk of a prompt after so many tokens is measured, with the heads of
+With `--prefixes`, only attention of one chunk of a prompt after a prefix is measured, with the heads of
 SmolLM2-135M and of Llama-3.2-1B, in turns with torch: processor time of all threads. "share" is the rate of products
 that are needed, of the rate of torch's products of the same sizes, every query with every key, and of its
 `scaled_dot_product_attention` "torch" is the time. With `NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2`, kernels are
@@ -247,7 +247,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=128, help="keys of a decode row")
     parser.add_argument("--prefill", nargs="*", type=int, default=[64], help="tokens of each prompt")
-    parser.add_argument("--prefixes", nargs="+", type=int, help="measure attention of a chunk after so many tokens")
+    parser.add_argument(
+        "--prefixes", nargs="+", type=int, help="measure attention of a chunk after prefixes of these lengths"
+    )
     parser.add_argument("--chunk", type=int, default=512, help="tokens of that chunk")
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--repeats", type=int, default=40)
