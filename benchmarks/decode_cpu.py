@@ -2,7 +2,7 @@
 
     python benchmarks/decode_cpu.py [--backend torch jax torch-blocks jax-blocks] [--batch 1 8 32]
         [--prompts 512 2000 7000] [--busy 2] [--reference-python PYTHON] [--reference-dtypes float32 bfloat16]
-        [--no-reference] [--peers PYTHON]
+        [--no-reference] [--peers PYTHON] [--folder FOLDER] [--context 8192]
         [--llama-server PROGRAM] [--model demo] [--turns 5] [--wait 30] [--json FILE]
 
 Each engine is a separate process with a thread per core. They take turns, batch by batch, since machines drift; each
@@ -64,7 +64,6 @@ OWN = ("torch", "jax", "torch-blocks", "jax-blocks")
 DTYPES = ("float32", "bfloat16")
 QUIET_CORES = 0.2
 ATTEMPTS = 2
-CONTEXT = 8192
 
 Rows = list[dict[str, Any]]
 
@@ -138,7 +137,8 @@ def _first(numbers: dict[str, float]) -> float:
 def decode(turns: Turns, batch: int, bounds: dict[str, float], targets: bool) -> Rows:
     def rate(measured: Measured) -> dict[str, float]:
         found = rates(measured.times, batch, OUTPUT)
-        return {"output tok/s": found.whole, "decode tok/s": found.decode}
+        by_processor = batch * OUTPUT / measured.processor
+        return {"output tok/s": found.whole, "decode tok/s": found.decode, "tok per CPU s": by_processor}
 
     rows = compare("batch", batch, rate, turns.measure(batch, PROMPT, OUTPUT))
     for row in rows:
@@ -151,7 +151,11 @@ def decode(turns: Turns, batch: int, bounds: dict[str, float], targets: bool) ->
 
 def read_prompt(turns: Turns, length: int) -> Rows:
     def rate(measured: Measured) -> dict[str, float]:
-        return {"prompt tok/s": length / measured.times.first, "first token ms": measured.times.first * 1e3}
+        return {
+            "prompt tok/s": length / measured.times.first,
+            "first token ms": measured.times.first * 1e3,
+            "tok per CPU s": length / measured.processor,
+        }
 
     return compare("prompt", length, rate, turns.measure(1, length, 1))
 
@@ -181,6 +185,13 @@ def measurements(turns: Turns, arguments: argparse.Namespace, bounds: dict[str, 
         yield busy(turns, arguments.busy)
 
 
+def save_folder(python: str, file: str, folder: Path) -> None:
+    """Writes the model as a folder in bfloat16."""
+    script = str(Path(__file__).with_name("decode_transformers.py"))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([python, script, file, "--save", str(folder)], check=True, env=environment)
+
+
 def weight_values(file: str) -> int:
     """Numbers in the weights of a GGUF file, each tensor once."""
     return sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
@@ -197,22 +208,15 @@ def contenders(arguments: argparse.Namespace, file: str, folder: Path) -> list[C
 
     for name in arguments.backend:
         backend, _, blocks = name.partition("-")
-        words = [
-            file,
-            backend,
-            "--dtype",
-            arguments.dtype,
-            "--context",
-            str(CONTEXT),
-            *(["--blocks"] if blocks else []),
-        ]
+        words = [file, backend, "--dtype", arguments.dtype, "--context", str(arguments.context)]
+        words += ["--blocks"] if blocks else []
         add(name, None if blocks else 2, own, sys.executable, "decode_engine.py", *words)
     for dtype in () if arguments.no_reference else arguments.reference_dtypes:
         size = 4 if dtype == "float32" else 2
         python = arguments.reference_python
         add(f"transformers {dtype}", size, own, python, "decode_transformers.py", file, "--dtype", dtype)
     if arguments.peers:
-        add("vllm", 2, {}, arguments.peers, "decode_vllm.py", str(folder), "--context", str(CONTEXT))
+        add("vllm", 2, {}, arguments.peers, "decode_vllm.py", str(folder), "--context", str(arguments.context))
         add("llama.cpp", None, {}, arguments.peers, "decode_llama_cpp.py", file)
     if arguments.llama_server:
         words = [file, "--server", arguments.llama_server]
@@ -269,6 +273,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--busy", type=int, default=0, help="processes that compute next to one request; 0: not run")
     parser.add_argument("--backend", choices=OWN, nargs="+", default=["torch"], help="what runs the model")
     parser.add_argument("--model", default="demo", help="GGUF file")
+    parser.add_argument("--context", type=int, default=8192, help="maximum tokens of a request")
+    parser.add_argument("--folder", type=Path, help="keep the bfloat16 folder here, and use it if it exists")
     parser.add_argument("--dtype", default="auto", help="dtype of this project's engines: auto, bfloat16, float32")
     parser.add_argument("--reference-python", default=sys.executable, help="interpreter that has torch")
     parser.add_argument("--reference-dtypes", choices=DTYPES, nargs="+", default=DTYPES, help="of transformers")
@@ -285,12 +291,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the workers end, too
     file = str(resolve_model(arguments.model).path)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if arguments.peers:
-            script = str(Path(__file__).with_name("decode_transformers.py"))
-            command = [arguments.reference_python, script, file, "--save", str(folder)]
-            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "bfloat16"
+        if arguments.peers and not folder.exists():
+            save_folder(arguments.reference_python, file, folder)
         engines = contenders(arguments, file, folder)
+        wait_for_quiet(QUIET_CORES, arguments.wait)
         read, values, stored = read_bandwidth(), weight_values(file), Path(file).stat().st_size
         bounds = {
             each.name: read / (values * each.bytes_per_value if each.bytes_per_value else stored) for each in engines

@@ -42,9 +42,11 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A batch of one worker, and the cores that others used meanwhile: idle workers, and the rest of the machine."""
+    """A batch of one worker, its processor seconds, and the cores that others used meanwhile: idle workers, and the
+    rest of the machine."""
 
     times: Times
+    processor: float
     idle_cores: float
     other_cores: float
 
@@ -154,19 +156,20 @@ class Usage:
         sessions = {worker.session: session_seconds(stats, worker.session) for worker in workers}
         return cls(time.perf_counter(), sessions, machine_seconds(Path("/proc/stat").read_text()))
 
-    def cores_since(self, before: Usage, session: int) -> tuple[float, float]:
-        """Cores that workers other than `session` used since, and that processes other than workers used."""
+    def since(self, before: Usage, session: int) -> tuple[float, float, float]:
+        """Processor seconds of `session` since, the cores that other workers used, and those that the rest used."""
         used = {each: seconds - before.sessions[each] for each, seconds in self.sessions.items()}
         seconds, machine = self.at - before.at, self.machine - before.machine
-        return (sum(used.values()) - used[session]) / seconds, (machine - sum(used.values())) / seconds
+        workers = sum(used.values())
+        return used[session], (workers - used[session]) / seconds, (machine - workers) / seconds
 
 
 def measure(worker: Worker, workers: Collection[Worker], prompts: list[list[int]], output: int) -> Measured:
     """One batch of one worker."""
     before = Usage.now(workers)
     times = worker.run(prompts, output)
-    idle, other = Usage.now(workers).cores_since(before, worker.session)
-    return Measured(times, idle, max(0.0, other))
+    processor, idle, other = Usage.now(workers).since(before, worker.session)
+    return Measured(times, processor, idle, max(0.0, other))
 
 
 def wait_for_quiet(cores: float, at_most: float) -> None:

@@ -79,7 +79,7 @@ def test_ratios_are_of_the_same_turn(load: Callable[[str], ModuleType]) -> None:
     module, workers = load("decode_cpu"), load("decode_workers")
 
     def turns(*seconds: float) -> list[Any]:
-        return [workers.Measured(workers.Times(each / 2, each), 0.0, 0.5) for each in seconds]
+        return [workers.Measured(workers.Times(each / 2, each), 1.0, 0.0, 0.5) for each in seconds]
 
     rows = module.compare(
         "batch",
@@ -105,4 +105,4 @@ def test_processor_time_counts_a_session_and_what_is_not_idle(load: Callable[[st
     assert workers.machine_seconds(machine) == 1245 / workers.TICK
     before = workers.Usage(10.0, {1: 5.0, 2: 1.0}, 100.0)
     after = workers.Usage(20.0, {1: 15.0, 2: 2.0}, 116.0)
-    assert after.cores_since(before, 1) == (0.1, 0.5)
+    assert after.since(before, 1) == (10.0, 0.1, 0.5)
