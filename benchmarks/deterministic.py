@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from decode_cpu import OUTPUT, measure_engine
+from decode_engine import OUTPUT, measure_engine
 from machine import report
 
 from sglang_jax import Engine, SamplingParams

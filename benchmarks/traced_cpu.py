@@ -15,7 +15,7 @@ import statistics
 import time
 from pathlib import Path
 
-from decode_cpu import OUTPUT, measure_engine
+from decode_engine import OUTPUT, measure_engine
 from machine import report
 
 from sglang_jax import Engine
