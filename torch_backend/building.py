@@ -20,6 +20,7 @@ from sglang_jax.runner.determinism import shards_of
 from sglang_jax.runner.quantization import (
     encodings_of,
     keeps_blocks,
+    only_blocks,
     refuse_blocks,
     rounds_activations,
     wants_blocks,
@@ -87,8 +88,11 @@ class TorchBackend:
         share_cores(size, device)
         sizes = [(models.main.config, size), *((draft.config, parallel.size) for draft in models.all[1:])]
         heads = dict.fromkeys(form for each, own in sizes for form in ModelShard.of(each, 0, own).head_forms(each))
-        form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds_activations(config))
+        rounds = rounds_activations(config)
         latents = any(each.config.keeps_latents for each in models.all)
+        by_kernels = all(layer.attention is not None for layer in models.main.config.layers) and not latents
+        own_threads = rounds and by_kernels and len(models.all) == 1 and only_blocks(models.main)
+        form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds, own_threads=own_threads)
         kernels = choose_kernels(
             config.attention_backend,
             device,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.native_operations import NativeOperations
 from torch_backend.operations import Operations, Rotation
 
+if TYPE_CHECKING:
+    from torch_backend.cpu_kernels.threads import OwnThreads
+
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -29,12 +33,15 @@ _DTYPES = (torch.bfloat16, torch.float32)
 @dataclass(frozen=True, slots=True)
 class CpuForm:
     """The dtypes and head sizes for which CPU kernels are compiled: `dtype` of activations, `kv_dtype` of keys and
-    values, and the heads of each kind of layer. `int8_activations`: of products with matrices in blocks."""
+    values, and the heads of each kind of layer. `int8_activations`: of products with matrices in blocks.
+    `own_threads`: kernels compute nearly all, so torch's threads, which a second team would disturb, have little to do.
+    """
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
     heads: tuple[HeadForm, ...]
     int8_activations: bool = False
+    own_threads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class CpuKernelsError(Exception):
     """CPU kernels are not available; the message gives the reason."""
 
 
-def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
+def make_cpu_kernels(form: CpuForm, cache_folder: Path, threads: OwnThreads | None = None) -> CpuKernels:
     """Compiles the kernels, or loads them from `cache_folder`, and compares them with torch on a small step. To be
     called on the thread that will run the kernels. Raises `CpuKernelsError` if the form is not supported, or kernels
     cannot be compiled or compute wrong results."""
@@ -69,7 +76,7 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
     if find_spec("numba") is None:
         raise CpuKernelsError(f"they need numba, which is not installed: {how_to_install('torch')}")
     start = time.perf_counter()
-    kernels = _compile(form, cache_folder)
+    kernels = _compile(form, cache_folder, threads)
     for what, found, expected in _results(kernels, form):
         allowed = 4 * torch.finfo(form.dtype).eps * (1 + float(expected.double().abs().max()))
         if not bool((found.double() - expected.double()).abs().max() <= allowed):
@@ -78,7 +85,20 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
     return kernels
 
 
-def make_block_matrices(form: CpuForm, cache_folder: Path) -> BlockMatrices | None:
+def make_threads(form: CpuForm, cache_folder: Path) -> OwnThreads | None:
+    """Threads for the kernels of a model, for use by one thread at a time; None to use those of torch's operations."""
+    if not form.own_threads or torch.get_num_threads() == 1 or find_spec("numba") is None:
+        return None
+    from torch_backend.cpu_kernels.compiling import caching_compiler
+    from torch_backend.cpu_kernels.threads import OwnThreads
+
+    threads = OwnThreads(caching_compiler(cache_folder), torch.get_num_threads())
+    # What is left for torch's operations is small, and waiting for all of its threads is not, if others use the cores.
+    torch.set_num_threads(1)
+    return threads
+
+
+def make_block_matrices(form: CpuForm, cache_folder: Path, threads: OwnThreads | None = None) -> BlockMatrices | None:
     """The kernels of products with matrices in GGUF blocks, compiled at first use; None without numba, for other dtypes
     than bfloat16 and float32, and for activations as they are on a processor that does not multiply bfloat16."""
     if form.dtype not in _DTYPES or find_spec("numba") is None:
@@ -90,13 +110,13 @@ def make_block_matrices(form: CpuForm, cache_folder: Path) -> BlockMatrices | No
     from torch_backend.cpu_kernels.compiling import caching_compiler
 
     if form.int8_activations:
-        return BlockProducts(caching_compiler(cache_folder), unit=best_unit(), dtype=form.dtype)
+        return BlockProducts(caching_compiler(cache_folder), unit=best_unit(), dtype=form.dtype, threads=threads)
     if form.dtype is torch.bfloat16 and vectors.supported():
-        return BlockProducts(caching_compiler(cache_folder))
+        return BlockProducts(caching_compiler(cache_folder), threads=threads)
     return None
 
 
-def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
+def _compile(form: CpuForm, cache_folder: Path, threads: OwnThreads | None) -> CpuKernels:
     # Imported here, because a machine with a GPU needs no numba.
     from numba.core.errors import NumbaError
 
@@ -107,10 +127,11 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
 
     compiler = caching_compiler(cache_folder)
     try:
-        prompts = CpuPrompts(compiler, form.dtype, form.heads) if CpuPrompts.take(form.heads) else None
+        chunks = CpuPrompts.take(form.heads)
+        prompts = CpuPrompts(compiler, form.dtype, form.heads, threads=threads) if chunks else None
         return CpuKernels(
-            CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
-            CpuAttention(compiler, form.dtype, form.heads, prompts),
+            CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}, threads),
+            CpuAttention(compiler, form.dtype, form.heads, prompts, threads),
             prompts is not None,
         )
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError

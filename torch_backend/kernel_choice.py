@@ -17,7 +17,7 @@ from torch_backend.attention.fixed import BlockAttention, ChunksOnly
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
-from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_block_matrices, make_cpu_kernels
+from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_block_matrices, make_cpu_kernels, make_threads
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.native_operations import EvenOperations, NativeOperations
 from torch_backend.native_sampler import NativeSampler
@@ -141,15 +141,18 @@ def _on_cpu(
     name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cache_folder: Path, *, fixed: bool
 ) -> Kernels:
     states = NativeStates(fixed=fixed)
-    matrices = make_block_matrices(form, cache_folder)
+    threads = make_threads(form, cache_folder) if name is AttentionBackend.NUMBA else None
+    matrices = make_block_matrices(form, cache_folder, threads)
     if name is AttentionBackend.NUMBA:
         try:
-            compiled = make_cpu_kernels(form, cache_folder)
+            compiled = make_cpu_kernels(form, cache_folder, threads)
         except CpuKernelsError as error:
             if wanted is AttentionBackend.NUMBA:
                 raise ConfigError(f"attention_backend numba has no kernels: {error}") from error
             logger.info("Torch operations instead of CPU kernels: %s", error)
             name = AttentionBackend.NATIVE
+            if threads is not None:
+                torch.set_num_threads(threads.size)
         else:
             attention = compiled.fixed_attention if fixed else compiled.attention
             return Kernels(attention, name, compiled.operations, NativeSampler(), matrices, states)

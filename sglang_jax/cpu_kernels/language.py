@@ -147,3 +147,14 @@ def add(typing, work, index, value):
         return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), values[2], "seq_cst")
 
     return types.int64(work, types.int64, types.int64), generate
+
+
+@intrinsic
+def call_address(typing, function, argument):
+    """Calls the C function at an address with one word; returns its result, undefined for void functions."""
+
+    def generate(context, builder, signature, values):
+        kind = ir.FunctionType(_I64, [_I64]).as_pointer()
+        return builder.call(builder.inttoptr(values[0], kind), [values[1]])
+
+    return types.int64(types.int64, types.int64), generate

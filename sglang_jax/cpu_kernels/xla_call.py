@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
-from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
 from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, OUTPUTS, BlockForm
 from sglang_jax.cpu_kernels.compiling import CompiledKernel
-from sglang_jax.cpu_kernels.language import add, integers, long_integers
+from sglang_jax.cpu_kernels.language import add, call_address, integers, long_integers
 from sglang_jax.cpu_kernels.work import ELEMENTS_WORTH_SHARING, FIRST_FIELD, ITEMS
 
 VERSION = (0, 3)
@@ -51,18 +49,6 @@ _free = types.ExternalFunction("free", types.void(types.int64))
 _give_up_core = types.ExternalFunction("sched_yield", types.int32())
 
 _part: Callable[[Any], Any] = njit(inline="always")
-_I64 = ir.IntType(64)
-
-
-@intrinsic
-def _call(typing, function, argument):
-    """Calls the C function at an address with one word; returns its result, undefined for void functions."""
-
-    def generate(context, builder, signature, values):
-        kind = ir.FunctionType(_I64, [_I64]).as_pointer()
-        return builder.call(builder.inttoptr(values[0], kind), [values[1]])
-
-    return types.int64(types.int64, types.int64), generate
 
 
 def build_xla_call(kernel: CompiledKernel, bits: int, form: BlockForm = EXACT) -> CompiledKernel:
@@ -76,7 +62,7 @@ def build_xla_call(kernel: CompiledKernel, bits: int, form: BlockForm = EXACT) -
     def help_out(shared):
         words = long_integers(shared)
         if add(words, _GATE, 1) < _CLOSED:
-            _call(address, shared)
+            call_address(address, shared)
             add(words, _FINISHED, 1)
         if add(words, _HOLDERS, -1) == 1:
             _free(shared)
@@ -99,7 +85,7 @@ def build_xla_call(kernel: CompiledKernel, bits: int, form: BlockForm = EXACT) -
         for _ in range(1, threads):
             if not _scheduled(words, call[_API], call[_CONTEXT], helper_address, shared):
                 add(words, _HOLDERS, -1)
-        _call(address, shared)
+        call_address(address, shared)
         came = add(words, _GATE, _CLOSED)
         spins = 0
         while add(words, _FINISHED, 0) < came:
@@ -155,9 +141,9 @@ def _scheduled(words, api, context, task, argument):
     words[_SCHEDULED + 2] = context
     words[_SCHEDULED + 3] = task
     words[_SCHEDULED + 4] = argument
-    error = _call(long_integers(api)[_SCHEDULE], argument + 8 * _SCHEDULED)
+    error = call_address(long_integers(api)[_SCHEDULE], argument + 8 * _SCHEDULED)
     if error != 0:
         words[_SCHEDULED] = 24  # bytes of XLA_FFI_Error_Destroy_Args
         words[_SCHEDULED + 2] = error
-        _call(long_integers(api)[_DESTROY_ERROR], argument + 8 * _SCHEDULED)
+        call_address(long_integers(api)[_DESTROY_ERROR], argument + 8 * _SCHEDULED)
     return error == 0

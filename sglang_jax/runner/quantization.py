@@ -59,6 +59,21 @@ def has_blocks(checkpoint: Checkpoint) -> bool:
     return any(encoding is not None and encoding.block is not None for encoding in encodings)
 
 
+def only_blocks(checkpoint: Checkpoint) -> bool:
+    """Whether all matrices can stay in blocks: each is in blocks, those of a layer are alike, so that joined ones stay
+    in blocks too, and none is of an expert."""
+    if not has_blocks(checkpoint):
+        return False
+    found: dict[int | None, set[Encoding | None]] = {}
+    encodings = encodings_of(checkpoint, None)
+    for spec in manifest_of(checkpoint.config).specs.values():
+        if spec.is_matrix:
+            encoding = None if spec.places else encodings(spec.name)
+            found.setdefault(spec.name.layer, set()).add(encoding)
+    tables = found.pop(None, set())
+    return None not in tables and all(len(layer) == 1 and None not in layer for layer in found.values())
+
+
 def rounds_activations(config: EngineConfig) -> bool:
     """Whether matrices in blocks should stay in blocks on a CPU, and multiply activations rounded to int8."""
     if config.cpu_activations is not CpuActivations.AUTO:

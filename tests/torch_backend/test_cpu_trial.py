@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,8 @@ import torch
 from numba.core.errors import TypingError
 
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
-from sglang_jax.cpu_kernels.language import floats, load, store, take
-from sglang_jax.cpu_kernels.work import FIRST_FIELD, SLOT_COUNTER
+from sglang_jax.cpu_kernels.language import add, floats, load, store, take
+from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 from torch_backend import cpu_trial
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.interface import AttentionOptions, HeadForm
@@ -24,6 +27,7 @@ from torch_backend.cpu_kernels.compiling import caching_compiler
 from torch_backend.cpu_kernels.operations import CpuOperations
 from torch_backend.cpu_kernels.rms_norm import build_rms_norm
 from torch_backend.cpu_kernels.team import Launcher
+from torch_backend.cpu_kernels.threads import OwnThreads
 from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import Rotation
@@ -180,3 +184,49 @@ def test_large_work_is_shared_by_torchs_threads(folder: Path) -> None:
         marks.zero_()
         launcher(elements, items, marks.data_ptr())
         assert marks.tolist() == expected
+
+
+def test_own_threads_share_work_and_end(folder: Path) -> None:
+    """Each item is done once in each of many calls, by two callers with teams of their own at once. In the last call of
+    each, the first thread waits until another one has an item too, and that one is slow. Threads that sleep wake up;
+    without their team they end."""
+
+    def count(work):  # type: ignore[no-untyped-def]
+        marks, together = floats(work[FIRST_FIELD]), work[FIRST_FIELD + 1]
+        slot = take(work, SLOT_COUNTER)
+        while True:
+            item = take(work, ITEM_COUNTER)
+            if item >= work[ITEMS]:
+                return
+            while together != 0 and slot == 0 and add(work, ITEM_COUNTER, 0) < 2:
+                pass
+            spins = 0
+            while together != 0 and slot != 0 and spins < 1_000_000:
+                spins += add(work, ITEM_COUNTER, 0) * 0 + 1
+            store(marks, item, load(marks, item) + np.float32(1))
+
+    compiler = caching_compiler(folder)
+    kernel = compiler(count)
+
+    def many_calls(number: int) -> list[torch.Tensor]:
+        launcher = Launcher(kernel, "qq", OwnThreads(compiler, 3))
+        found = []
+        for call in range(300):
+            items = 1 + (7 * call + number) % 40
+            marks = torch.zeros(64)
+            if call % 100 == 99:
+                time.sleep(0.02)  # longer than threads wait before they sleep
+            last = call == 299
+            launcher(10**6, items + last, marks.data_ptr(), int(last))
+            found.append(marks[: items + last].eq(1).all() & marks[items + last :].eq(0).all())
+        return found
+
+    before = threading.active_count()
+    with ThreadPoolExecutor(2) as callers:
+        for found in callers.map(many_calls, range(2)):
+            assert all(found)
+    for _ in range(500):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.01)
+    assert threading.active_count() == before

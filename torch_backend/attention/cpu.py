@@ -13,6 +13,7 @@ from torch_backend.attention.native import NativeStep
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_kernels.decode_attention import FIELDS, build_decode_attention, scratch_floats
 from torch_backend.cpu_kernels.team import Launcher
+from torch_backend.cpu_kernels.threads import OwnThreads
 from torch_backend.kv_pages import KVPages
 
 
@@ -27,11 +28,12 @@ class CpuAttention:
         dtype: torch.dtype,
         forms: Iterable[HeadForm],
         prompts: CpuPrompts | None = None,
+        threads: OwnThreads | None = None,
     ) -> None:
         self._dtype = dtype
         self.prompts = prompts
         self._decode = {
-            form: Launcher(build_decode_attention(compiler, dtype.itemsize, form.head_dim, form.group), FIELDS)
+            form: Launcher(build_decode_attention(compiler, dtype.itemsize, form.head_dim, form.group), FIELDS, threads)
             for form in forms
         }
         floats = (launcher.slots * scratch_floats(form.head_dim, form.group) for form, launcher in self._decode.items())

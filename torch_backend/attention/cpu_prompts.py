@@ -19,6 +19,7 @@ from torch_backend.cpu_kernels.prompt_attention import (
 )
 from torch_backend.cpu_kernels.prompt_tiles import Products
 from torch_backend.cpu_kernels.team import Launcher
+from torch_backend.cpu_kernels.threads import OwnThreads
 from torch_backend.kv_pages import KVPages
 
 
@@ -29,11 +30,18 @@ class CpuPrompts:
     it best."""
 
     def __init__(
-        self, compiler: KernelCompiler, dtype: torch.dtype, forms: Iterable[HeadForm], products: Products | None = None
+        self,
+        compiler: KernelCompiler,
+        dtype: torch.dtype,
+        forms: Iterable[HeadForm],
+        products: Products | None = None,
+        threads: OwnThreads | None = None,
     ) -> None:
         own = products or Products.of(dtype.itemsize)
         self._launchers = {
-            form: Launcher(build_prompt_attention(compiler, own, dtype.itemsize, form.head_dim, form.group), FIELDS)
+            form: Launcher(
+                build_prompt_attention(compiler, own, dtype.itemsize, form.head_dim, form.group), FIELDS, threads
+            )
             for form in forms
         }
         sizes = (each.slots * scratch_bytes(own, form.head_dim, form.group) for form, each in self._launchers.items())

@@ -17,6 +17,7 @@ from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.integer_product import build_integer_product
 from torch_backend.cpu_kernels.team import Launcher
+from torch_backend.cpu_kernels.threads import OwnThreads
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,14 @@ class BlockProducts:
     multiplied as they are. `dtype`: of rows and results; with None as `unit`, bfloat16."""
 
     def __init__(
-        self, compiler: KernelCompiler, *, unit: int | None = None, dtype: torch.dtype = torch.bfloat16
+        self,
+        compiler: KernelCompiler,
+        *,
+        unit: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        threads: OwnThreads | None = None,
     ) -> None:
-        self.compiler = compiler
+        self.compiler, self._threads = compiler, threads
         self.unit, self.dtype = unit, dtype
         self.form = EXACT if unit is None else UNITS[unit].form
         self._launchers: dict[tuple[Encoding, bool], Launcher] = {}
@@ -123,7 +129,8 @@ class BlockProducts:
     def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
         key = encoding, gated
         if key not in self._launchers:
-            self._launchers[key] = Launcher(self._kernel(encoding.bits, gated), block_product.FIELDS)
+            kernel = self._kernel(encoding.bits, gated)
+            self._launchers[key] = Launcher(kernel, block_product.FIELDS, self._threads)
         return self._launchers[key]
 
     def _kernel(self, bits: int, gated: bool) -> CompiledKernel:
@@ -134,7 +141,8 @@ class BlockProducts:
 
     def _reserve(self, inputs: int) -> None:
         """Allocates scratch for every thread to multiply by a matrix with this many inputs."""
-        needed = torch.get_num_threads() * self.form.scratch_floats(inputs)
+        slots = torch.get_num_threads() if self._threads is None else self._threads.size
+        needed = slots * self.form.scratch_floats(inputs)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed)
 

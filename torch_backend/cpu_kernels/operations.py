@@ -9,6 +9,7 @@ import torch
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from torch_backend.cpu_kernels import rms_norm, rotate_and_write
 from torch_backend.cpu_kernels.team import Launcher
+from torch_backend.cpu_kernels.threads import OwnThreads
 from torch_backend.kv_pages import KVPages
 from torch_backend.native_operations import NativeOperations
 from torch_backend.operations import HeadNorms, Rotation
@@ -17,14 +18,21 @@ from torch_backend.parallel import TensorParallel
 
 class CpuOperations:
     """Implements `torch_backend.operations.Operations` with compiled CPU kernels, for use by one thread at a time.
-    `dtype`, bfloat16 or float32, of activations, weights and pages; `head_dims` of all layers, even."""
+    `dtype`, bfloat16 or float32, of activations, weights and pages; `head_dims` of all layers, even; `threads`: see
+    `Launcher`."""
 
-    def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, head_dims: Iterable[int]) -> None:
+    def __init__(
+        self,
+        compiler: KernelCompiler,
+        dtype: torch.dtype,
+        head_dims: Iterable[int],
+        threads: OwnThreads | None = None,
+    ) -> None:
         width = dtype.itemsize
-        self._norm = Launcher(rms_norm.build_rms_norm(compiler, width), rms_norm.FIELDS)
+        self._norm = Launcher(rms_norm.build_rms_norm(compiler, width), rms_norm.FIELDS, threads)
         self._rotate = {
             head_dim: Launcher(
-                rotate_and_write.build_rotate_and_write(compiler, width, head_dim), rotate_and_write.FIELDS
+                rotate_and_write.build_rotate_and_write(compiler, width, head_dim), rotate_and_write.FIELDS, threads
             )
             for head_dim in head_dims
         }
