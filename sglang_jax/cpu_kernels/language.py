@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+
+_CACHE_LINE = 64
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
@@ -147,3 +150,21 @@ def add(typing, work, index, value):
         return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), values[2], "seq_cst")
 
     return types.int64(work, types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def prefetch(typing, address, count):
+    """Starts to read `count` bytes, a constant, at `address`, which may be any."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+
+    def generate(context, builder, signature, values):
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for line in range(0, count.literal_value, _CACHE_LINE):
+            where = builder.inttoptr(builder.add(values[0], _I64(line)), pointer)
+            builder.call(function, [where, _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, count), generate
