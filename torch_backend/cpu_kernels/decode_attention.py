@@ -4,7 +4,6 @@ length. A row's result does not depend on the other rows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from sglang_jax.cpu_kernels.language import (
     exponential,
     float_field,
     floats,
+    hyperbolic_tangent,
     integers,
     load,
     prefetch,
@@ -147,7 +147,7 @@ def _weigh(scores, query, count, soft_cap, largest, weights, sums, head_dim):
     start = query * _BLOCK
     if soft_cap > 0:
         for i in range(start, start + count):
-            store(scores, i, soft_cap * np.float32(math.tanh(load(scores, i) / soft_cap)))
+            store(scores, i, soft_cap * hyperbolic_tangent(load(scores, i) / soft_cap))
     before = load(largest, query)
     top = before
     for i in range(start, start + count):
