@@ -13,6 +13,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from machine import report
@@ -32,11 +34,12 @@ def rate(engine: Engine) -> float:
     return 64 / (time.perf_counter() - start)
 
 
-def alongside_others(engine: Engine, count: int) -> float:
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
     """Each in a separate session, so that the kernel shares the machine between them and the engine."""
     others = [subprocess.Popen(BUSY, start_new_session=True) for _ in range(count)]
     try:
-        return rate(engine)
+        yield
     finally:
         for other in others:
             other.kill()
@@ -55,7 +58,8 @@ def main() -> None:
         rate(engine)
         for _ in range(options.turns):
             quiet.append(rate(engine))
-            busy.append(alongside_others(engine, options.others))
+            with busy_processes(options.others):
+                busy.append(rate(engine))
     alone, beside = statistics.median(quiet), statistics.median(busy)
     row = {"backend": options.backend.value, "quiet tok/s": alone, "busy tok/s": beside, "ratio": beside / alone}
     report(f"One request, beside {options.others} busy processes", [row], options.json)

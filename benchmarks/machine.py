@@ -29,10 +29,20 @@ def describe() -> dict[str, Any]:
 def report(title: str, rows: list[dict[str, Any]], json_file: Path | None) -> None:
     """Prints the rows as a table under a line about the machine; with a file, writes both as JSON."""
     machine = describe()
-    print(f"{title}\n" + ", ".join(f"{key}: {value}" for key, value in machine.items()))
+    print_title(title, machine)
     print(format_table(rows))
     if json_file is not None:
-        json_file.write_text(json.dumps({"title": title, "machine": machine, "rows": rows}, indent=2) + "\n")
+        write(title, machine, rows, json_file)
+
+
+def print_title(title: str, machine: dict[str, Any]) -> None:
+    """Prints the title and a line about the machine."""
+    print(f"{title}\n" + ", ".join(f"{key}: {value}" for key, value in machine.items()))
+
+
+def write(title: str, machine: dict[str, Any], rows: list[dict[str, Any]], json_file: Path) -> None:
+    """Writes the rows and the machine as JSON."""
+    json_file.write_text(json.dumps({"title": title, "machine": machine, "rows": rows}, indent=2) + "\n")
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:

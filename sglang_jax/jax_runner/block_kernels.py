@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sglang_jax.checkpoint.encoding import Encoding, Stored
-from sglang_jax.config import CpuActivations
 from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, PackedBlocks, random_blocks
-from sglang_jax.errors import ConfigError, how_to_install
+from sglang_jax.errors import how_to_install
 from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16_tiles
 
@@ -31,24 +30,23 @@ _ROWS_TRIED = (1, 3, 11)
 _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
-def check_block_kernels(device: jax.Device, dtype: jnp.dtype, tp_size: int, activations: CpuActivations) -> None:
-    """Raises `ConfigError` naming what is missing if this machine does not support products with blocks."""
+def missing_for_blocks(device: jax.Device, dtype: jnp.dtype, tp_size: int, *, rounded: bool) -> str | None:
+    """What products with blocks need and do not have; None if nothing. `rounded`: activations are rounded to int8."""
     if device.platform != "cpu":
-        raise ConfigError(f"keep_gguf_blocks needs a CPU, the device is a {device.platform}: choose --device cpu")
+        return f"a CPU, the device is a {device.platform}: choose --device cpu"
     if tp_size > 1:
-        raise ConfigError(f"keep_gguf_blocks needs one device, got tp_size {tp_size}: remove one of the two")
+        return f"one device, got tp_size {tp_size}: remove one of the two"
     if find_spec("numba") is None:
-        raise ConfigError(f"keep_gguf_blocks needs numba, which is not installed: {how_to_install('jax', 'cpu')}")
-    if activations is not CpuActivations.EXACT:
-        return
+        return f"numba, which is not installed: {how_to_install('jax', 'cpu')}"
+    if rounded:
+        return None
     if dtype != jnp.bfloat16:
-        raise ConfigError(f"keep_gguf_blocks needs --dtype bfloat16 or --cpu-activations int8, got {dtype.name}")
+        return f"--dtype bfloat16 or --cpu-activations int8, got {dtype.name}"
     from sglang_jax.cpu_kernels import vectors  # imported here, since only blocks need numba
 
     if not vectors.supported():
-        raise ConfigError(
-            "keep_gguf_blocks needs a CPU with avx512_bf16, which this one has not, or --cpu-activations int8"
-        )
+        return "a CPU with avx512_bf16, which this one has not, or --cpu-activations int8"
+    return None
 
 
 def max_rows() -> int:
@@ -84,10 +82,8 @@ def block_product(
     return product
 
 
-def unit_of(activations: CpuActivations) -> int | None:
-    """The instructions for activations as they were asked for (see `block_product`); the log names them."""
-    if activations is CpuActivations.EXACT:
-        return None
+def unit_for_rounded() -> int:
+    """The instructions of this processor for rows rounded to int8 (see `block_product`); the log names them."""
     from sglang_jax.cpu_kernels.byte_units import UNITS, best_unit  # imported here, since only blocks need numba
 
     unit = best_unit()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +19,14 @@ from helpers.cpu_kernels import block_products, integer_products
 from helpers.gguf_blocks import KINDS
 
 from sglang_jax.checkpoint.encoding import Q4, Q8, Stored
-from sglang_jax.config import CpuActivations, EngineConfig
+from sglang_jax.config import EngineConfig
 from sglang_jax.cpu_kernels import compiling, vectors, xla_call
 from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, pack, random_blocks
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.language import add, floats, store, take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
-from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import block_kernels
-from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
+from sglang_jax.jax_runner.block_kernels import block_product, missing_for_blocks
 from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores
 
@@ -198,18 +199,16 @@ def test_unsupported_uses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tpu:
         platform = "tpu"
 
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU, the device is a tpu: choose --device cpu"):
-        check_block_kernels(Tpu(), bfloat16, 1, CpuActivations.EXACT)
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs one device, got tp_size 2"):
-        check_block_kernels(cpu, bfloat16, 2, CpuActivations.INT8)
-    with pytest.raises(
-        ConfigError, match="keep_gguf_blocks needs --dtype bfloat16 or --cpu-activations int8, got float32"
-    ):
-        check_block_kernels(cpu, float32, 1, CpuActivations.EXACT)
+    def missing(device: Any, dtype: jnp.dtype, tp_size: int = 1, *, rounded: bool = False) -> str:
+        found = missing_for_blocks(device, dtype, tp_size, rounded=rounded)
+        assert found is not None
+        return found
+
+    assert missing(Tpu(), bfloat16) == "a CPU, the device is a tpu: choose --device cpu"
+    assert missing(cpu, bfloat16, 2, rounded=True).startswith("one device, got tp_size 2")
+    assert missing(cpu, float32) == "--dtype bfloat16 or --cpu-activations int8, got float32"
     monkeypatch.setattr(vectors.config, "CPU_FEATURES", "+avx2")
-    check_block_kernels(cpu, float32, 1, CpuActivations.INT8)
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU with avx512_bf16"):
-        check_block_kernels(cpu, bfloat16, 1, CpuActivations.EXACT)
+    assert missing_for_blocks(cpu, float32, 1, rounded=True) is None
+    assert missing(cpu, bfloat16).startswith("a CPU with avx512_bf16, which this one has not")
     monkeypatch.setattr(block_kernels, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"keep_gguf_blocks needs numba, .*pip install -e '\.\[jax,cpu\]'"):
-        check_block_kernels(cpu, bfloat16, 1, CpuActivations.INT8)
+    assert re.match(r"numba, .*pip install -e '\.\[jax,cpu\]'", missing(cpu, bfloat16, rounded=True))

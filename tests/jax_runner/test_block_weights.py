@@ -114,6 +114,7 @@ def options(folder: Path, **changes: object) -> EngineConfig:
         "model_path": str(folder),
         "dtype": Dtype.BFLOAT16,
         "keep_gguf_blocks": True,
+        "cpu_activations": "exact",
         "max_total_tokens": 640,
         "max_running_requests": 2,
         "chunked_prefill_size": 32,
@@ -154,5 +155,7 @@ def test_blocks_are_refused_for_checkpoints_and_machines_without_support(
         load_rank(options(file, dtype=Dtype.FLOAT32), open_checkpoint(str(file)))
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
     monkeypatch.setattr(vectors, "supported", lambda: True)
-    with pytest.raises(ConfigError, match=r"keep_gguf_blocks: .*tensors is not a GGUF file with weights"):
+    with pytest.raises(
+        ConfigError, match=r"keep_gguf_blocks: .*tensors is not a GGUF file with Q4_0, Q4_1 or Q8_0 matrices"
+    ):
         load_rank(options(folder), open_checkpoint(str(folder)))

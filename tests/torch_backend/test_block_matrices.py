@@ -301,9 +301,11 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
     file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
     plain = Kernels(NativeAttention(), AttentionBackend.NATIVE, NativeOperations(), NativeSampler())
     able = replace(plain, block_matrices=block_products())
+    rounding = replace(plain, block_matrices=integer_products())
 
-    def kept(asked: bool, folder: Path, kernels: Kernels) -> BlockMatrices | None:
-        config = EngineConfig(model_path=str(folder), keep_gguf_blocks=asked)
+    def kept(asked: bool, folder: Path, kernels: Kernels, **options: Any) -> BlockMatrices | None:
+        options = {"cpu_activations": "exact"} | options
+        config = EngineConfig(model_path=str(folder), keep_gguf_blocks=asked, **options)
 
         def build(**options: Any) -> Transformer:
             return TorchPagedModel(folder, dtype=torch.bfloat16, load=False, **options).model
@@ -315,8 +317,16 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
         assert kept(True, file, able) is able.block_matrices
         monkeypatch.setattr(building, "available_memory", lambda _: 2**20)
         assert kept(True, file, able) is None
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU, numba, and --cpu-activations int8"):
-        kept(True, file, plain)
+    for options in ({}, {"cpu_activations": "int8", "dtype": "float32"}, {"cpu_activations": "int8"}):
+        wanted = {"cpu_activations": "auto"} | options
+        assert kept(False, file, rounding, **wanted) is rounding.block_matrices
+        with pytest.raises(ConfigError, match="needs a CPU, numba, and activations in bfloat16"):
+            kept(not options, file, plain, **wanted)
+    assert kept(False, file, plain, cpu_activations="auto") is None
+    for other in ({"dtype": "float32"}, {"enable_deterministic_inference": True}, {"quantization": "int8"}):
+        assert kept(False, file, rounding, cpu_activations="auto", **other) is None
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
-    with pytest.raises(ConfigError, match="tensors is not a GGUF file with weights"):
-        kept(True, folder, able)
+    assert kept(False, folder, rounding, cpu_activations="auto") is None
+    for options in ({"cpu_activations": "int8"}, {"cpu_activations": "auto"}):
+        with pytest.raises(ConfigError, match="tensors is not a GGUF file with Q4_0, Q4_1 or Q8_0 matrices"):
+            kept(options == {"cpu_activations": "auto"}, folder, able, **options)

@@ -44,6 +44,8 @@ class BlockProducts:
         logged."""
         key = encoding, gated
         if key not in self._found:
+            if self.unit is not None and not self._found:
+                logger.info("Matrices in blocks multiply activations rounded to int8, with %s", UNITS[self.unit].name)
             try:
                 self._found[key] = self._right(encoding, gated)
             except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError
