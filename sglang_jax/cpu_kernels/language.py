@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+
+_CACHE_LINE = 64
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
@@ -119,6 +122,40 @@ _EXPONENTIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e
 
 
 @intrinsic
+def hyperbolic_tangent(typing, x):
+    """tanh of a float32 to about two units in the last place, for NaN NaN: the quotient of two polynomials with Eigen's
+    coefficients (Guennebaud, Jacob et al.), of numbers up to a limit. A library's function takes one value at a time.
+    """
+
+    def generate(context, builder, signature, values):
+        (x,) = values
+        for comparison, limit in (("<", -_TANH_LIMIT), (">", _TANH_LIMIT)):
+            x = builder.select(builder.fcmp_ordered(comparison, x, _F32(limit)), _F32(limit), x)
+        square = builder.fmul(x, x)
+        above, below = (_F32(coefficients[0]) for coefficients in (_TANH_ABOVE, _TANH_BELOW))
+        for coefficient in _TANH_ABOVE[1:]:
+            above = builder.fma(above, square, _F32(coefficient))
+        for coefficient in _TANH_BELOW[1:]:
+            below = builder.fma(below, square, _F32(coefficient))
+        return builder.fdiv(builder.fmul(x, above), below)
+
+    return types.float32(types.float32), generate
+
+
+_TANH_LIMIT = 7.90531110763549805
+_TANH_ABOVE = (
+    -2.76076847742355e-16,
+    2.00018790482477e-13,
+    -8.60467152213735e-11,
+    5.12229709037114e-08,
+    1.48572235717979e-05,
+    6.37261928875436e-04,
+    4.89352455891786e-03,
+)
+_TANH_BELOW = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+
+
+@intrinsic
 def float_field(typing, work, index):
     """The word `index` of a kernel's arguments, a float64, as float32."""
 
@@ -158,3 +195,21 @@ def call_address(typing, function, argument):
         return builder.call(builder.inttoptr(values[0], kind), [values[1]])
 
     return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def prefetch(typing, address, count):
+    """Starts to read `count` bytes, a constant, at `address`, which may be any."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+
+    def generate(context, builder, signature, values):
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for line in range(0, count.literal_value, _CACHE_LINE):
+            where = builder.inttoptr(builder.add(values[0], _I64(line)), pointer)
+            builder.call(function, [where, _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, count), generate

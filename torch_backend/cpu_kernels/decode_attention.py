@@ -4,7 +4,6 @@ length. A row's result does not depend on the other rows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,18 @@ import numpy as np
 from numba import njit
 
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from sglang_jax.cpu_kernels.language import elements, exponential, float_field, floats, integers, load, store, take
+from sglang_jax.cpu_kernels.language import (
+    elements,
+    exponential,
+    float_field,
+    floats,
+    hyperbolic_tangent,
+    integers,
+    load,
+    prefetch,
+    store,
+    take,
+)
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 FIELDS = "qqqqqqqqqqqqqdd"
@@ -22,6 +32,9 @@ a row."""
 
 _BLOCK = 256
 """Keys whose scores are in memory at once."""
+
+_AHEAD = 16
+"""Keys or values by which reading is at least ahead of computing: the processor's own prefetch ends with a page."""
 
 # The functions below are inlined into the kernel, so that sizes are constants there.
 _part: Callable[[Any], Any] = njit(inline="always")
@@ -67,17 +80,25 @@ def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, 
                 count = min(_BLOCK, length - first)
                 done = 0
                 while done < count:
-                    place, run = _find_run(pages, first + done, count - done, kv_heads, kv_head, page_size)
+                    run = min(page_size - (first + done) % page_size, count - done)
+                    place = _find(pages, first + done, kv_heads, kv_head, page_size)
                     keys = elements(work[FIRST_FIELD + 1] + place * head_bytes, width)
-                    _score(scores, done, queries, keys, run, group, head_dim)
+                    later = min(first + done + max(run, _AHEAD), length - 1)
+                    ahead = _find(pages, later, kv_heads, kv_head, page_size)
+                    coming = work[FIRST_FIELD + 1] + ahead * head_bytes
+                    _score(scores, done, queries, keys, run, coming, group, head_dim, head_bytes)
                     done += run
                 for query in range(group):
                     _weigh(scores, query, count, soft_cap, largest, weights, sums, head_dim)
                 done = 0
                 while done < count:
-                    place, run = _find_run(pages, first + done, count - done, kv_heads, kv_head, page_size)
+                    run = min(page_size - (first + done) % page_size, count - done)
+                    place = _find(pages, first + done, kv_heads, kv_head, page_size)
                     values = elements(work[FIRST_FIELD + 2] + place * head_bytes, width)
-                    _add(sums, scores, done, values, run, group, head_dim)
+                    later = min(first + done + max(run, _AHEAD), length - 1)
+                    ahead = _find(pages, later, kv_heads, kv_head, page_size)
+                    coming = work[FIRST_FIELD + 2] + ahead * head_bytes
+                    _add(sums, scores, done, values, run, coming, group, head_dim, head_bytes)
                     done += run
                 first += count
             output = elements(work[FIRST_FIELD + 3] + item * group * head_bytes, width)
@@ -102,17 +123,17 @@ def _start_softmax(largest, weights, sinks, kv_head, group):
 
 
 @_part
-def _find_run(pages, key, most, kv_heads, kv_head, page_size):
-    """A key's offset in the pages, in heads, and the number of contiguous keys from it on, at most `most`."""
-    offset = key % page_size
-    place = (load(pages, key // page_size) * kv_heads + kv_head) * page_size + offset
-    return place, min(page_size - offset, most)
+def _find(pages, key, kv_heads, kv_head, page_size):
+    """A key's offset in the pages, in heads."""
+    return (load(pages, key // page_size) * kv_heads + kv_head) * page_size + key % page_size
 
 
 @_part
-def _score(scores, done, queries, keys, run, group, head_dim):
-    """Products of all queries and the keys of a run, which starts at key `done` of the block."""
+def _score(scores, done, queries, keys, run, coming, group, head_dim, head_bytes):
+    """Products of all queries and the keys of a run, which starts at key `done` of the block. `coming`: the address of
+    keys that are needed later."""
     for key in range(run):
+        prefetch(coming + key * head_bytes, head_bytes)
         for query in range(group):
             score = np.float32(0)
             for i in range(head_dim):
@@ -126,7 +147,7 @@ def _weigh(scores, query, count, soft_cap, largest, weights, sums, head_dim):
     start = query * _BLOCK
     if soft_cap > 0:
         for i in range(start, start + count):
-            store(scores, i, soft_cap * np.float32(math.tanh(load(scores, i) / soft_cap)))
+            store(scores, i, soft_cap * hyperbolic_tangent(load(scores, i) / soft_cap))
     before = load(largest, query)
     top = before
     for i in range(start, start + count):
@@ -144,10 +165,12 @@ def _weigh(scores, query, count, soft_cap, largest, weights, sums, head_dim):
 
 
 @_part
-def _add(sums, scores, done, values, run, group, head_dim):
+def _add(sums, scores, done, values, run, coming, group, head_dim, head_bytes):
     """Adds the values of a run times their weights; four at once, so that sums are read and written less often."""
     key = 0
     while key + 4 <= run:
+        for ahead in range(key, key + 4):
+            prefetch(coming + ahead * head_bytes, head_bytes)
         for query in range(group):
             at = query * _BLOCK + done + key
             first, second = load(scores, at), load(scores, at + 1)

@@ -10,7 +10,6 @@ bfloat16 before products and sums.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from sglang_jax.cpu_kernels.language import (
     exponential,
     float_field,
     floats,
+    hyperbolic_tangent,
     integers,
     load,
     store,
@@ -277,7 +277,7 @@ def _weigh(address, seen_from, seen_to, scale, soft_cap, before):
         store(scores, i, load(scores, i) * scale)
     if soft_cap > 0:
         for i in range(KEYS):
-            store(scores, i, soft_cap * np.float32(math.tanh(load(scores, i) / soft_cap)))
+            store(scores, i, soft_cap * hyperbolic_tangent(load(scores, i) / soft_cap))
     if masked:
         for i in range(KEYS):
             if i < seen_from or i >= seen_to:
