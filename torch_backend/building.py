@@ -120,6 +120,10 @@ class TorchBackend:
         checkpoint, quantization = models.main, models.quantization
         if checkpoint.transformers_config is not None:
             return self._build_traced(checkpoint)
+        if self.kernels.threads is not None:
+            # With all matrices in blocks, what is left for torch's operations is small, and waiting for all of their
+            # threads is not, if other processes use the cores. Other weights may replace them later.
+            torch.set_num_threads(1 if only_blocks(checkpoint) else self.kernels.threads.size)
         build = self._builder(checkpoint, quantization, self.num_shards)
         model = build(block_matrices=_block_matrices(self.config, checkpoint, build, self.kernels))
         return self._unloaded(checkpoint, quantization, self.kv_form, model, in_shards=self.num_shards is not None)

@@ -92,10 +92,7 @@ def make_threads(form: CpuForm, cache_folder: Path) -> OwnThreads | None:
     from torch_backend.cpu_kernels.compiling import caching_compiler
     from torch_backend.cpu_kernels.threads import OwnThreads
 
-    threads = OwnThreads(caching_compiler(cache_folder), torch.get_num_threads())
-    # What is left for torch's operations is small, and waiting for all of its threads is not, if others use the cores.
-    torch.set_num_threads(1)
-    return threads
+    return OwnThreads(caching_compiler(cache_folder), torch.get_num_threads())
 
 
 def make_block_matrices(form: CpuForm, cache_folder: Path, threads: OwnThreads | None = None) -> BlockMatrices | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from torch_backend.operations import Operations
 from torch_backend.recurrent.interface import StateImplementation
 from torch_backend.recurrent.native import NativeStates
 from torch_backend.sampler import TokenSampler
+
+if TYPE_CHECKING:
+    from torch_backend.cpu_kernels.threads import OwnThreads
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,8 @@ class Kernels:
     block_matrices: BlockMatrices | None = None
     """Products with matrices in a checkpoint's GGUF blocks; None if not supported."""
     states: StateImplementation = field(default_factory=NativeStates)
+    threads: OwnThreads | None = None
+    """Threads of kernels on a CPU; None if they use those of torch's operations."""
 
     @property
     def capturable(self) -> bool:
@@ -151,11 +157,9 @@ def _on_cpu(
                 raise ConfigError(f"attention_backend numba has no kernels: {error}") from error
             logger.info("Torch operations instead of CPU kernels: %s", error)
             name = AttentionBackend.NATIVE
-            if threads is not None:
-                torch.set_num_threads(threads.size)
         else:
             attention = compiled.fixed_attention if fixed else compiled.attention
-            return Kernels(attention, name, compiled.operations, NativeSampler(), matrices, states)
+            return Kernels(attention, name, compiled.operations, NativeSampler(), matrices, states, threads)
     operations = EvenOperations() if fixed else NativeOperations()
     attention = _attention_without_kernels(name, fixed=fixed)
     return Kernels(attention, name, operations, NativeSampler(), matrices, states)

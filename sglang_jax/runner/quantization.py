@@ -60,8 +60,8 @@ def has_blocks(checkpoint: Checkpoint) -> bool:
 
 
 def only_blocks(checkpoint: Checkpoint) -> bool:
-    """Whether all matrices can stay in blocks: each is in blocks, those of a layer are alike, so that joined ones stay
-    in blocks too, and none is of an expert."""
+    """Whether all matrices can stay in blocks: each is in blocks, all of a layer in the same kind, so that joined ones
+    stay in blocks too, and none is of an expert."""
     if not has_blocks(checkpoint):
         return False
     found: dict[int | None, set[Encoding | None]] = {}
