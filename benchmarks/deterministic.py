@@ -72,6 +72,7 @@ def main() -> None:
         for dtype in arguments.dtype:
             common = {"model_path": "demo", "backend": backend, "device": "cpu", "dtype": dtype}
             common |= {"context_length": 1024, "debug_memory": False, "keep_gguf_blocks": arguments.keep_gguf_blocks}
+            common["cpu_activations"] = "exact"
             with Engine(**common) as plain, Engine(**common, deterministic=arguments.level) as fixed:
                 works = {f"batch {batch}": decode(batch) for batch in arguments.batch} | {"prompt": read_prompt}
                 for name, work in works.items():

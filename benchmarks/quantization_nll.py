@@ -1,7 +1,7 @@
 """Loss from fewer bits per weight: negative log-likelihood of a text under the embedded model, in nats per token.
 
     python benchmarks/quantization_nll.py [--backend torch|jax] [--text FILE] [--tokens 20000] [--json FILE]
-        [--forms float32 int8 fp8 Q8_0 Q4_1 Q4_0]
+        [--forms float32 int8 fp8 Q8_0 Q4_1 Q4_0] [--activations exact int8]
 
 The text, by default the reference of the Python language that comes with every interpreter (`pydoc_data.topics`, in the
 order of its topics), is cut into pieces of 512 tokens, which are prompts. The first token of each has no likelihood. A
@@ -9,8 +9,8 @@ line has the Python version and a digest of the tokens: figures with the same di
 
 `bfloat16`, the baseline, is the file as it is loaded. `float32` is the same file without any rounding. The others
 compute in bfloat16: `int8` and `fp8` are `--quantization`; Q8_0, Q4_1 and Q4_0 are GGUF files written for this, with
-the embeddings (which are also the head) of the embedded model's file. The engine holds weights from GGUF files in
-bfloat16, so these formats only save file size.
+the embeddings (which are also the head) of the embedded model's file, computed with each of `--activations`: with
+`exact`, the engine holds their weights in bfloat16; with `int8`, in blocks, and activations are rounded for products.
 
 All formats are made from the weights of the embedded model's file, whose matrices are stored as Q4_1 and its
 embeddings as Q8_0. Its values lie on a grid of 16 for each 32 weights. Stored as Q4_1 again they are therefore
@@ -124,13 +124,15 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a file of text; default: Python's reference")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--forms", choices=[*FORMS, *KINDS], nargs="*", default=[*FORMS, *KINDS])
+    both = ["exact", "int8"]
+    parser.add_argument("--activations", choices=both, nargs="+", default=both, help="in products of GGUF's formats")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     arguments = parser.parse_args()
     reference = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     prompts = pieces(arguments.text.read_text("utf-8") if arguments.text else reference, arguments.tokens)
     digest = hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
     print(f"{arguments.text or f'reference of Python {platform.python_version()}'}, tokens {digest}", flush=True)
-    base, size = nll(prompts, arguments.backend, {"dtype": "bfloat16"})
+    base, size = nll(prompts, arguments.backend, {"dtype": "bfloat16", "cpu_activations": "exact"})
     rows = [row("bfloat16", size, resolve_model("demo").path, base, base)]
     for form in arguments.forms:
         print(f"{rows[-1]['weights']}: {rows[-1]['nll']}; now {form}", file=sys.stderr, flush=True)
@@ -141,8 +143,10 @@ def main() -> None:
                 file = Path(folder, f"{form}.gguf")
                 write_gguf(file, GGMLQuantizationType[form])
                 options = {"model_path": str(file)}
-            found, size = nll(prompts, arguments.backend, {"dtype": "bfloat16"} | options)
-            rows.append(row(form, size, file, found, base))
+            for activations in arguments.activations if form in KINDS else ["exact"]:
+                own = {"dtype": "bfloat16", "cpu_activations": activations} | options
+                found, size = nll(prompts, arguments.backend, own)
+                rows.append(row(f"{form}, {activations} activations" if file else form, size, file, found, base))
     report(f"Negative log-likelihood by weights, {arguments.backend} backend, SmolLM2-135M", rows, arguments.json)
 
 

@@ -107,6 +107,7 @@ def main() -> None:
         for dtype in arguments.dtype:
             for wanted in arguments.deterministic:
                 common = {"model_path": "demo", "backend": backend, "device": "cpu", "dtype": dtype}
+                common["cpu_activations"] = "exact"
                 common |= {"context_length": 1024, "skip_warmup": True, "debug_memory": False}
                 common["deterministic"] = wanted
                 named = {"backend": backend, "dtype": dtype, "deterministic": wanted}

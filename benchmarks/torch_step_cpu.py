@@ -2,9 +2,16 @@
 
     python benchmarks/torch_step_cpu.py [--dtypes bfloat16] [--rows 1 8 32] [--context 128] [--prefill 64] [--json FILE]
                                         [--attention numba|native] [--profile]
+    python benchmarks/torch_step_cpu.py --prefixes 0 2000 7000 [--chunk 512] [--threads 1] [--dtypes float32 bfloat16]
 
 Random weights. A decode row has `--context` keys, or a few less, as in a running server; `--prefill` is the number of
 tokens of each row of a step of prompts. `--profile` prints torch's operators by time for each step measured.
+
+With `--prefixes`, only attention of one chunk of a prompt after a prefix is measured, with the heads of
+SmolLM2-135M and of Llama-3.2-1B, in turns with torch: processor time of all threads. "share" is the rate of products
+that are needed, of the rate of torch's products of the same sizes, every query with every key, and of its
+`scaled_dot_product_attention` "torch" is the time. With `NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2`, kernels are
+those of a processor with AVX2; torch's are not.
 
 Whole steps, bfloat16, 2 cores with amx_bf16, median ms, torch's operations and then kernels by numba:
 
@@ -41,16 +48,20 @@ import argparse
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from machine import report
+from torch.nn import functional
 
 from sglang_jax.architectures.dense import dense_decoder
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.config import AttentionBackend, EngineConfig
+from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.kernel_choice import choose_kernels
@@ -63,6 +74,9 @@ PAGE_SIZE = 16
 POOL_TOKENS = 16384
 SPREAD = 16
 """Keys by which the lengths of decode rows differ at most."""
+
+HEADS = ((9, 3), (32, 8))
+"""Heads and kv heads of SmolLM2-135M and Llama-3.2-1B, of 64 values."""
 
 SMOLLM2_135M = dense_decoder(
     architecture="llama",
@@ -149,6 +163,61 @@ class Bench:
         return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
 
 
+class ChunkBench:
+    """Attention of a chunk after a prefix, in one layer with some heads, and torch's products for the same."""
+
+    def __init__(self, dtype: torch.dtype, heads: int, kv_heads: int, prefix: int, chunk: int) -> None:
+        head_dim, keys = 64, prefix + chunk
+        form = CpuForm(dtype, dtype, (HeadForm(head_dim, heads // kv_heads),))
+        device = torch.device("cpu")
+        kernels = choose_kernels(AttentionBackend.NUMBA, device, form, EngineConfig().cache_folder())
+        self.name, self.prefix = f"{heads}, {kv_heads} of kv", prefix
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.options = AttentionOptions(scale=head_dim**-0.5)
+        self.kv = KVPages.allocate(1 + POOL_TOKENS // PAGE_SIZE, kv_heads, PAGE_SIZE, head_dim, dtype, device)
+        self.kv.keys.normal_()
+        self.kv.values.normal_()
+        self.queries = torch.randn(chunk, heads, head_dim).to(dtype)
+        self.attend = kernels.attention.prepare(make_batch([keys], [chunk], 0))
+        self.sides = tuple(torch.randn(1, heads, tokens, head_dim).to(dtype) for tokens in (chunk, keys, keys))
+        self.weights = torch.rand(1, heads, chunk, keys).to(dtype)
+        hidden = torch.ones(chunk, keys, dtype=torch.bool).triu(prefix + 1)
+        self.mask = torch.zeros(chunk, keys, dtype=dtype).masked_fill_(hidden, -torch.inf) if prefix else None
+        self.useful = 4e-9 * head_dim * heads * (chunk * prefix + chunk * (chunk + 1) / 2)
+        self.whole = 4e-9 * head_dim * heads * chunk * keys
+
+    def by_kernel(self) -> None:
+        self.attend(self.queries, self.kv, self.options)
+
+    def products(self) -> None:
+        queries, keys, values = self.sides
+        torch.matmul(queries, keys.transpose(2, 3))
+        torch.matmul(self.weights, values)
+
+    def by_torch(self) -> None:
+        functional.scaled_dot_product_attention(*self.sides, attn_mask=self.mask, is_causal=self.mask is None)
+
+    @torch.inference_mode()
+    def measure(self, repeats: int) -> dict[str, Any]:
+        calls = (self.by_kernel, self.products, self.by_torch)
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(repeats + 1):
+            for call, found in zip(calls, times, strict=True):
+                start = time.process_time()
+                call()
+                found.append(time.process_time() - start)
+        kernel, products, whole = (statistics.median(found[1:]) for found in times)
+        return {
+            "dtype": self.dtype,
+            "heads": self.name,
+            "prefix": self.prefix,
+            "ms": kernel * 1e3,
+            "gflop/s": self.useful / kernel,
+            "share": self.useful / kernel / (self.whole / products),
+            "torch": whole / kernel,
+        }
+
+
 def make_batch(kv_lens: list[int], query_lens: list[int], num_decode: int) -> ForwardBatch:
     """Sequences on shuffled pages; no padding."""
     pages = 1 + np.random.default_rng(0).permutation(POOL_TOKENS // PAGE_SIZE)
@@ -178,23 +247,37 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=128, help="keys of a decode row")
     parser.add_argument("--prefill", nargs="*", type=int, default=[64], help="tokens of each prompt")
+    parser.add_argument(
+        "--prefixes", nargs="+", type=int, help="measure attention of a chunk after prefixes of these lengths"
+    )
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of that chunk")
+    parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
-    found = []
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    found: list[dict[str, Any]] = []
+    if arguments.prefixes is not None:
+        for prefix, (heads, kv_heads), dtype in product(arguments.prefixes, HEADS, arguments.dtypes):
+            bench = ChunkBench(getattr(torch, dtype), heads, kv_heads, prefix, arguments.chunk)
+            found.append(bench.measure(arguments.repeats // 5))
+        title = f"Attention of {arguments.chunk} tokens, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        report(title, found, arguments.json)
+        return
     for dtype in arguments.dtypes:
-        bench = Bench(getattr(torch, dtype), AttentionBackend(arguments.attention))
+        model = Bench(getattr(torch, dtype), AttentionBackend(arguments.attention))
         for rows in arguments.rows:
             lens = [arguments.context - row % SPREAD for row in range(rows)]
             steps = [("decode", make_batch(lens, [1] * rows, rows), arguments.repeats)]
             for tokens in arguments.prefill:
                 steps.append(("prefill", make_batch([tokens] * rows, [tokens] * rows, 0), arguments.repeats // 8 + 1))
             for kind, batch, repeats in steps:
-                measurement = bench.measure(kind, batch, repeats)
+                measurement = model.measure(kind, batch, repeats)
                 found.append(asdict(measurement) | {"tok/s": measurement.tokens_per_second})
                 if arguments.profile:
-                    print(bench.profile(batch, repeats))
+                    print(model.profile(batch, repeats))
     report(f"Steps of the bare torch model, torch {torch.__version__}", found, arguments.json)
 
 

@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--compile-passes", default="all", help="as the engine's option")
     arguments = parser.parse_args()
     common = {"model_path": "demo", "backend": "torch", "device": "cpu", "context_length": 1024, "debug_memory": False}
+    common["cpu_activations"] = "exact"  # as the traced model has them
     with (
         Engine(**common) as own,
         Engine(**common, model_impl="transformers", compile_passes=arguments.compile_passes) as traced,

@@ -58,6 +58,7 @@ ROUNDING = [
     "tests/runner/test_samplers.py",
     "tests/sampling",
     "tests/server/test_real_model_over_http.py",
+    "tests/torch_backend/test_block_matrices.py",
     "tests/torch_backend/test_cpu_attention.py",
     "tests/torch_backend/test_cpu_operations.py",
     "tests/torch_backend/test_graphs.py",
@@ -82,6 +83,7 @@ class Profile:
     - `needs`: the flag of `/proc/cpuinfo` without which this machine cannot emulate it.
     - `bfloat16`: it multiplies bfloat16; this decides the engine's default dtype.
     - `openblas`, `numba`: the core whose kernels OpenBLAS uses, and that LLVM compiles for.
+    - `features`: instructions that the engine's kernels may ask for, by LLVM's names.
     - `onednn`, `aten`, `mkl`, `xla`: the newest instructions that oneDNN, ATen, MKL (on Intel's CPUs) and XLA may use.
     - `numpy`: groups of instructions that numpy may not use.
     - `tests`: the tests run for it, except with `--whole`.
@@ -92,6 +94,7 @@ class Profile:
     bfloat16: bool
     openblas: str
     numba: str
+    features: str
     onednn: str
     aten: str
     mkl: str
@@ -105,7 +108,7 @@ class Profile:
             "ATEN_CPU_CAPABILITY": self.aten,
             "MKL_ENABLE_INSTRUCTIONS": self.mkl,
             "NPY_DISABLE_CPU_FEATURES": self.numpy,
-            "NUMBA_CPU_FEATURES": "",  # those of the named CPU, not of this one
+            "NUMBA_CPU_FEATURES": self.features,
             "NUMBA_CPU_NAME": self.numba,
             "ONEDNN_MAX_CPU_ISA": self.onednn,
             "OPENBLAS_CORETYPE": self.openblas,
@@ -128,6 +131,7 @@ PROFILES = [
         bfloat16=False,
         openblas="Haswell",
         numba="haswell",
+        features="+avx2,+fma,+f16c",
         onednn="AVX2",
         aten="avx2",
         mkl="AVX2",
@@ -141,6 +145,7 @@ PROFILES = [
         bfloat16=True,
         openblas="Zen",
         numba="znver4",
+        features="+avx2,+fma,+f16c,+avx512bw,+avx512vl,+avx512vnni,+avx512bf16",
         onednn="AVX512_CORE_BF16",
         aten="avx512",
         mkl="AVX2",
@@ -154,6 +159,7 @@ PROFILES = [
         bfloat16=False,
         openblas="SkylakeX",
         numba="skylake-avx512",
+        features="+avx2,+fma,+f16c,+avx512bw,+avx512vl",
         onednn="AVX512_CORE",
         aten="avx512",
         mkl="AVX512",
@@ -167,6 +173,7 @@ PROFILES = [
         bfloat16=False,
         openblas="Prescott",
         numba="nehalem",
+        features="+sse4.2",
         onednn="SSE41",
         aten="default",
         mkl="SSE4_2",

@@ -13,11 +13,17 @@ from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import CacheGroup, cache_groups
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.config import AttentionBackend, CpuActivations, EngineConfig, KVCacheDtype, MambaDtype
+from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.assembly import Models
 from sglang_jax.runner.determinism import shards_of
-from sglang_jax.runner.quantization import encodings_of, keeps_blocks
+from sglang_jax.runner.quantization import (
+    encodings_of,
+    keeps_blocks,
+    refuse_blocks,
+    rounds_activations,
+    wants_blocks,
+)
 from sglang_jax.runner.sizing import GroupMemory, Sizes
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_dtype
@@ -81,8 +87,7 @@ class TorchBackend:
         share_cores(size, device)
         sizes = [(models.main.config, size), *((draft.config, parallel.size) for draft in models.all[1:])]
         heads = dict.fromkeys(form for each, own in sizes for form in ModelShard.of(each, 0, own).head_forms(each))
-        rounds = config.keep_gguf_blocks and config.cpu_activations is CpuActivations.INT8
-        form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds)
+        form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds_activations(config))
         latents = any(each.config.keeps_latents for each in models.all)
         kernels = choose_kernels(
             config.attention_backend,
@@ -244,15 +249,14 @@ def _block_matrices(
     config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels
 ) -> BlockMatrices | None:
     """The kernels for matrices that keep their GGUF blocks, for the model that `build` makes; None if memory is too
-    small. Raises `ConfigError` if blocks were asked for and cannot be kept."""
-    if not config.keep_gguf_blocks:
+    small for blocks besides widened matrices. Raises `ConfigError` if blocks were asked for and cannot be kept."""
+    if not wants_blocks(config, checkpoint):
         return None
-    if checkpoint.reader is None or not checkpoint.reads_gguf:
-        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     if kernels.block_matrices is None:
-        raise ConfigError(
-            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: remove it, or see the log"
-        )
+        refuse_blocks(config, "a CPU, numba, and activations in bfloat16 with avx512_bf16, or rounded to int8")
+        return None
+    if kernels.block_matrices.serves_all_rows:
+        return kernels.block_matrices
     model = build(block_matrices=kernels.block_matrices)
     needed = bytes_in_blocks(model)
     room = available_memory(model.device) - (weight_bytes(model) - needed)

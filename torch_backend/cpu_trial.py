@@ -29,8 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 @dataclass(frozen=True, slots=True)
 class CpuForm:
     """The dtypes and head sizes for which CPU kernels are compiled: `dtype` of activations, `kv_dtype` of keys and
-    values, and the heads of each kind of layer. `int8_activations`: of products with matrices in blocks, where the
-    processor has the instructions."""
+    values, and the heads of each kind of layer. `int8_activations`: of products with matrices in blocks."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -40,11 +39,10 @@ class CpuForm:
 
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
-    """Operations, attention and, if supported, matrices in GGUF blocks on a CPU, for use by one thread at a time."""
+    """Operations and attention on a CPU, for use by one thread at a time."""
 
     operations: Operations
     attention: AttentionImplementation
-    block_matrices: BlockMatrices | None
     prompts: bool
     """Whether chunks have kernels too."""
 
@@ -80,31 +78,39 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
     return kernels
 
 
+def make_block_matrices(form: CpuForm, cache_folder: Path) -> BlockMatrices | None:
+    """The kernels of products with matrices in GGUF blocks, compiled at first use; None without numba, for other dtypes
+    than bfloat16 and float32, and for activations as they are on a processor that does not multiply bfloat16."""
+    if form.dtype not in _DTYPES or find_spec("numba") is None:
+        return None
+    # Imported here, because a machine with a GPU needs no numba.
+    from sglang_jax.cpu_kernels import vectors
+    from sglang_jax.cpu_kernels.byte_units import best_unit
+    from torch_backend.cpu_kernels.block_matrix import BlockProducts
+    from torch_backend.cpu_kernels.compiling import caching_compiler
+
+    if form.int8_activations:
+        return BlockProducts(caching_compiler(cache_folder), unit=best_unit(), dtype=form.dtype)
+    if form.dtype is torch.bfloat16 and vectors.supported():
+        return BlockProducts(caching_compiler(cache_folder))
+    return None
+
+
 def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
     # Imported here, because a machine with a GPU needs no numba.
     from numba.core.errors import NumbaError
 
-    from sglang_jax.cpu_kernels import vectors
     from torch_backend.attention.cpu import CpuAttention
     from torch_backend.attention.cpu_prompts import CpuPrompts
-    from torch_backend.cpu_kernels import block_matrix
     from torch_backend.cpu_kernels.compiling import caching_compiler
     from torch_backend.cpu_kernels.operations import CpuOperations
 
     compiler = caching_compiler(cache_folder)
-    multiplies = form.dtype is torch.bfloat16 and vectors.supported()
-    integers = form.int8_activations and vectors.supported(vectors.NEEDED_FOR_INTEGERS)
-    if form.int8_activations:
-        logger.info(
-            "Matrices in blocks multiply activations %s",
-            "rounded to int8" if integers else "in bfloat16: int8 needs avx512_vnni",
-        )
     try:
-        prompts = CpuPrompts(compiler, form.heads) if multiplies and CpuPrompts.take(form.heads) else None
+        prompts = CpuPrompts(compiler, form.dtype, form.heads) if CpuPrompts.take(form.heads) else None
         return CpuKernels(
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}),
             CpuAttention(compiler, form.dtype, form.heads, prompts),
-            block_matrix.BlockProducts(compiler, int8_activations=integers) if multiplies else None,
             prompts is not None,
         )
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError

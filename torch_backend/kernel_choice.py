@@ -17,7 +17,7 @@ from torch_backend.attention.fixed import BlockAttention, ChunksOnly
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
-from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
+from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_block_matrices, make_cpu_kernels
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.native_operations import EvenOperations, NativeOperations
 from torch_backend.native_sampler import NativeSampler
@@ -141,6 +141,7 @@ def _on_cpu(
     name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cache_folder: Path, *, fixed: bool
 ) -> Kernels:
     states = NativeStates(fixed=fixed)
+    matrices = make_block_matrices(form, cache_folder)
     if name is AttentionBackend.NUMBA:
         try:
             compiled = make_cpu_kernels(form, cache_folder)
@@ -151,9 +152,10 @@ def _on_cpu(
             name = AttentionBackend.NATIVE
         else:
             attention = compiled.fixed_attention if fixed else compiled.attention
-            return Kernels(attention, name, compiled.operations, NativeSampler(), compiled.block_matrices, states)
+            return Kernels(attention, name, compiled.operations, NativeSampler(), matrices, states)
     operations = EvenOperations() if fixed else NativeOperations()
-    return Kernels(_attention_without_kernels(name, fixed=fixed), name, operations, NativeSampler(), states=states)
+    attention = _attention_without_kernels(name, fixed=fixed)
+    return Kernels(attention, name, operations, NativeSampler(), matrices, states)
 
 
 def _flashinfer(device: torch.device, form: CpuForm) -> AttentionImplementation:

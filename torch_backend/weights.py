@@ -24,7 +24,7 @@ from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.layout import PackedLayout
-from torch_backend.layers.matrix import ScaledMatrix, TwoFormMatrix
+from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, ScaledMatrix, TwoFormMatrix
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
@@ -71,6 +71,10 @@ def load_weights(
     for module in model.modules():
         if isinstance(module, ScaledMatrix):
             module.choose_product(model.device, model.dtype)
+        if isinstance(module, QuantisedMatrix):
+            module.pack()
+            freed.add(sum(each.nbytes for each in module.parameters()))
+    freed.give_back()
     if not (pack and packs(model)):
         return None
     layout = PackedLayout()
@@ -94,7 +98,8 @@ def weight_bytes(model: Transformer) -> int:
     """Bytes of the weights of `model` after `load_weights`, known before."""
     plain = sum(parameter.nbytes for parameter in model.parameters())
     # Packed matrices replace plain ones, except tied embeddings.
-    twice = sum(each.weight.nbytes for each in model.embeddings) if model.tied and packs(model) else 0
+    tables = [each.matrix for each in model.embeddings] if model.tied and packs(model) else []
+    twice = sum(each.weight.nbytes for each in tables if isinstance(each, PlainMatrix))
     return plain + twice
 
 
@@ -110,7 +115,7 @@ def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[Paramete
         part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
         for module, name, parts in sources(model, config)
         for part in parts
-        if part.role is Role.VALUES and not isinstance(module, TwoFormMatrix)
+        if part.role is Role.VALUES and not isinstance(module, TwoFormMatrix | QuantisedMatrix)
     }
 
 
@@ -196,7 +201,8 @@ Source = tuple[nn.Module, str, list[ParameterPart]]
 def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
     """Yields every parameter with its own value; a head that is tied to the embeddings has none."""
     heads: list[nn.Module] = [linear.matrix for linear in model.head.linears]
-    whole = [*model.embeddings, model.final_norm, *heads]
+    tables = [each.matrix for each in model.embeddings]
+    whole = [*(table for table in tables if table not in heads), model.final_norm, *heads]
     modules: list[tuple[int | None, nn.Module]] = [(None, module) for module in whole]
     for count, layer in enumerate(model.decoder_layers):
         modules += [(count, module) for module in layer.modules()]

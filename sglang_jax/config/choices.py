@@ -51,6 +51,7 @@ class Deterministic(Choice):
 class CpuActivations(Choice):
     """The form of activations in products with matrices in blocks on a CPU."""
 
+    AUTO = "auto"
     EXACT = "exact"
     INT8 = "int8"
 

@@ -104,13 +104,14 @@ class EngineConfig(BaseModel):
     )
     keep_gguf_blocks: bool = Field(
         False,
-        description="also keep GGUF's Q4_0, Q4_1 and Q8_0 matrices quantised, for steps with few rows: faster on a CPU "
-        "with avx512_bf16; bfloat16 rounding then depends on the batch size",
+        description="with cpu_activations exact: also keep GGUF's Q4_0, Q4_1 and Q8_0 matrices quantised, for steps "
+        "with few rows: faster on a CPU with avx512_bf16; bfloat16 rounding then depends on the batch size",
     )
     cpu_activations: CpuActivations = Field(
-        CpuActivations.EXACT,
-        description="with keep_gguf_blocks: exact: activations are multiplied as they are; int8: rounded to "
-        "int8 with a scale for 32 of them, which is faster",
+        CpuActivations.AUTO,
+        description="activations in products with GGUF's Q4_0, Q4_1 and Q8_0 matrices on a CPU: exact: as they are; "
+        "int8: rounded to int8 with a scale for 32 of them, and the matrices stay quantised, which is faster and takes "
+        "less memory; auto: int8, but exact with dtype float32 or equal results",
     )
     backend: Backend = Field(
         Backend.AUTO,

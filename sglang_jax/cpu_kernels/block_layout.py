@@ -17,14 +17,8 @@ OUTPUTS = 4
 TILES = 8
 """Tiles in a work item."""
 
-INTEGER_OUTPUTS, INTEGER_TILES = 16, 2
-"""The same for the kernel of integer products (`integer_product`)."""
-
-OF_BLOCK = 3
-"""Words of a row of activations for each block: see `integer_tiles.round_row`."""
-
 LARGEST = 64
-"""Maximum rows of activations per call."""
+"""Maximum rows of activations of an item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,42 +31,6 @@ class PackedBlocks:
     scales: Array
 
 
-def integer_scratch_floats(inputs: int) -> int:
-    """float32 words of scratch of each thread for integer products: rounded rows, their scales, sums of two tiles."""
-    return LARGEST * (inputs // 4 + OF_BLOCK * (inputs // BLOCK)) + 2 * LARGEST * INTEGER_OUTPUTS
-
-
-def pack_for_integers(blocks: Stored) -> PackedBlocks:
-    """Converts blocks of a multiple of 16 outputs to the layout of integer products: for each tile of 16 outputs and
-    each block, quantised values uint8 `[8, 16, 4]`, four inputs of each output, in 4 bits with groups of four inputs in
-    the low and the high half of a byte `[4, 16, 4]`; 8-bit values with 128 added. Then float16 `[16]` scales, and for 4
-    bits `[16]` minimums."""
-    values, scales = blocks.arrays[Role.VALUES], [blocks.arrays[Role.SCALES]]
-    count = values.shape[1]
-    if blocks.encoding == Q4:
-        levels = np.concatenate((values & 15, values >> 4), axis=-1)
-        scales.append(blocks.arrays[Role.OFFSETS])
-    else:
-        levels = (values.view(np.uint8) ^ 128).astype(np.uint8)
-    tiles = levels.reshape(-1, INTEGER_OUTPUTS, count, BLOCK // 4, 4).transpose(0, 2, 3, 1, 4)
-    if blocks.encoding == Q4:
-        tiles = tiles[:, :, ::2] | tiles[:, :, 1::2] << 4
-    of_tiles = np.stack(scales).reshape(len(scales), -1, INTEGER_OUTPUTS, count).transpose(1, 3, 0, 2)
-    in_order: Array = np.ascontiguousarray(of_tiles)
-    return PackedBlocks(np.ascontiguousarray(tiles), in_order)
-
-
-def rounded_rows(x: Array) -> Array:
-    """Rows `[T, inputs]` as integer products round them, float32: the numbers nearest to them of 255 in each block of
-    32."""
-    parts = x.astype(np.float32).reshape(len(x), -1, BLOCK)
-    largest = np.abs(parts).max(-1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
-    found: Array = (np.rint(parts * inverse) * (largest / np.float32(127))).reshape(x.shape)
-    return found
-
-
 def scratch_floats(inputs: int) -> int:
     """float32 words of scratch of each thread: scales of a tile, its widened weights, sums of two tiles."""
     return inputs // BLOCK * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
@@ -81,6 +39,11 @@ def scratch_floats(inputs: int) -> int:
 def pack(blocks: Stored) -> PackedBlocks:
     """Converts blocks of a multiple of 4 outputs."""
     return {Q4: _pack_four_bits, Q8: _pack_eight_bits}[blocks.encoding](blocks)
+
+
+def with_zeros(rows: int, array: Array) -> Array:
+    """An array with `rows` rows of zeros behind its own."""
+    return np.concatenate((array, np.zeros((rows, *array.shape[1:]), array.dtype))) if rows else array
 
 
 def random_blocks(encoding: Encoding, outputs: int, inputs: int) -> Stored:
@@ -101,13 +64,6 @@ def _exact_shapes(encoding: Encoding, tiles: int, blocks: int) -> PackedShapes:
     return ((tiles, blocks, OUTPUTS, BLOCK), np.dtype(np.int8)), (tiles, blocks, OUTPUTS)
 
 
-def _integer_shapes(encoding: Encoding, tiles: int, blocks: int) -> PackedShapes:
-    groups = BLOCK * encoding.bits // 32
-    scales = 2 if encoding == Q4 else 1
-    levels = (tiles, blocks, groups, INTEGER_OUTPUTS, 4)
-    return (levels, np.dtype(np.uint8)), (tiles, blocks, scales, INTEGER_OUTPUTS)
-
-
 PackedShapes = tuple[tuple[tuple[int, ...], np.dtype[Any]], tuple[int, ...]]
 """Shape and dtype of quantised values, and the shape of scales."""
 
@@ -120,6 +76,7 @@ class BlockForm:
     - `pack`: converts blocks of a multiple of `outputs` rows. `shapes`: of the result, by encoding, tiles and blocks.
     - `scratch_floats`: float32 words of scratch of each thread, by the number of inputs.
     - `rounded`: rows, as they are multiplied.
+    - `zero`: added to stored 8-bit values.
     """
 
     name: str
@@ -129,6 +86,11 @@ class BlockForm:
     shapes: Callable[[Encoding, int, int], PackedShapes]
     scratch_floats: Callable[[int], int]
     rounded: Callable[[Array], Array]
+    zero: int = 0
+
+    def items(self, rows: int, outputs: int) -> int:
+        """Work items of a product."""
+        return -(-rows // LARGEST) * -(-outputs // (self.outputs * self.tiles))
 
 
 def _pack_four_bits(blocks: Stored) -> PackedBlocks:
@@ -162,8 +124,3 @@ def _as_they_are(x: Array) -> Array:
 
 EXACT = BlockForm("exact", OUTPUTS, TILES, pack, _exact_shapes, scratch_floats, _as_they_are)
 """Rows of bfloat16, and weights rounded to bfloat16."""
-
-INTEGER = BlockForm(
-    "int8", INTEGER_OUTPUTS, INTEGER_TILES, pack_for_integers, _integer_shapes, integer_scratch_floats, rounded_rows
-)
-"""Rows rounded to int8."""

@@ -17,14 +17,14 @@ from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_C
 
 FIELDS = "qqqqqqqqqqq"
 """Addresses of x, quantised values, scales, bias (0 for none), output and scratch; slots of scratch; rows, outputs,
-inputs; activation of a gated product. An item is `TILES` tiles. The matrix of a gated product is gate, then up, each
-with `outputs` outputs."""
+inputs; activation of a gated product. An item is `TILES` tiles, for at most `LARGEST` rows (`BlockForm.items`). The
+matrix of a gated product is gate, then up, each with `outputs` outputs."""
 
 SILU, GELU_TANH = 1, 2
 """Activations of gated products."""
 
 # The functions below are inlined into the kernel, so that formats are constants there.
-_part: Callable[[Any], Any] = njit(inline="always")
+part: Callable[[Any], Any] = njit(inline="always")
 
 
 def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width: int = 2) -> CompiledKernel:
@@ -38,8 +38,9 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width:
         slot = take(work, SLOT_COUNTER)
         if slot >= work[FIRST_FIELD + 6]:
             return
-        rows, outputs, inputs = work[FIRST_FIELD + 7], work[FIRST_FIELD + 8], work[FIRST_FIELD + 9]
+        outputs, inputs = work[FIRST_FIELD + 8], work[FIRST_FIELD + 9]
         blocks, tiles = inputs // BLOCK, outputs // OUTPUTS
+        items_of_group = (tiles + TILES - 1) // TILES
         # The size of `scratch_floats`.
         scratch = work[FIRST_FIELD + 5] + slot * 4 * (
             blocks * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
@@ -50,6 +51,9 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width:
             item = take(work, ITEM_COUNTER)
             if item >= work[ITEMS]:
                 return
+            group, item = item // items_of_group, item % items_of_group
+            rows = rows_of_item(group, work[FIRST_FIELD + 7])
+            x = work[FIRST_FIELD] + group * LARGEST * inputs * 2
             for tile in range(item * TILES, min(item * TILES + TILES, tiles)):
                 for half in range(halves):
                     place = (tile + half * tiles) * blocks
@@ -57,33 +61,48 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width:
                     levels = work[FIRST_FIELD + 1] + place * level_bytes
                     into = sums + half * 4 * LARGEST * OUTPUTS
                     if rows <= FEW_ROWS:
-                        _multiply_few(bits, rows, work[FIRST_FIELD], inputs * 2, levels, scratch, blocks, into)
+                        _multiply_few(bits, rows, x, inputs * 2, levels, scratch, blocks, into)
                     else:
                         widen_tile(bits, levels, scratch, blocks, weights)
-                        _multiply_many(rows, work[FIRST_FIELD], inputs * 2, weights, blocks, into)
-                for row in range(rows):
-                    output = elements(work[FIRST_FIELD + 4] + (row * outputs + tile * OUTPUTS) * width, width)
-                    for i in range(OUTPUTS):
-                        total = _total(sums, work[FIRST_FIELD + 3], row, i, tile * OUTPUTS + i)
-                        if gated:
-                            second = sums + 4 * LARGEST * OUTPUTS
-                            up = _total(second, work[FIRST_FIELD + 3], row, i, outputs + tile * OUTPUTS + i)
-                            store(output, i, activated(total, work[FIRST_FIELD + 10]))
-                            total = load(output, i) * up
-                        store(output, i, total)
+                        _multiply_many(rows, x, inputs * 2, weights, blocks, into)
+                write_tile(work, sums, group, tile, OUTPUTS, gated, 2, width)
 
     return compiler(kernel)
 
 
-@_part
-def _total(sums, bias, row, i, output):
-    total = load(floats(sums), row * OUTPUTS + i)
+@part
+def rows_of_item(group, rows):
+    """The number of rows of a group."""
+    return min(LARGEST, rows - group * LARGEST)
+
+
+@part
+def write_tile(work, sums, group, tile, size, gated, width, output_width):
+    """Writes sums `[LARGEST, size]` of a group of rows and a tile of `size` outputs, and their bias of `width` bytes,
+    as outputs of `output_width` bytes. If `gated`, they are those of the gate; those of up, in as much memory, lie
+    behind them."""
+    outputs, bias = work[FIRST_FIELD + 8], work[FIRST_FIELD + 3]
+    first = work[FIRST_FIELD + 4] + group * LARGEST * outputs * output_width
+    for row in range(rows_of_item(group, work[FIRST_FIELD + 7])):
+        output = elements(first + (row * outputs + tile * size) * output_width, output_width)
+        for i in range(size):
+            total = _total(sums, bias, row * size + i, tile * size + i, width)
+            if gated:
+                up = _total(sums + 4 * LARGEST * size, bias, row * size + i, outputs + tile * size + i, width)
+                store(output, i, activated(total, work[FIRST_FIELD + 10]))
+                total = load(output, i) * up
+            store(output, i, total)
+
+
+@part
+def _total(sums, bias, place, output, width):
+    total = load(floats(sums), place)
     if bias != 0:
-        total += load(elements(bias, 2), output)
+        total += load(elements(bias, width), output)
     return total
 
 
-@_part
+@part
 def activated(x, activation):
     """x times its logistic, or, for the tanh approximation of GELU, that of a polynomial of x."""
     inner = x
@@ -92,7 +111,7 @@ def activated(x, activation):
     return x / (np.float32(1) + exponential(-inner))
 
 
-@_part
+@part
 def _multiply_few(bits, rows, x, stride, levels, scales, blocks, sums):
     if rows == 1:
         multiply_tile(bits, 1, x, stride, levels, scales, blocks, sums)
@@ -104,7 +123,7 @@ def _multiply_few(bits, rows, x, stride, levels, scales, blocks, sums):
         multiply_tile(bits, 4, x, stride, levels, scales, blocks, sums)
 
 
-@_part
+@part
 def _multiply_many(rows, x, stride, weights, blocks, sums):
     row = 0
     while row + MAX_ROWS <= rows:

@@ -1,10 +1,9 @@
-"""Products of rows of int8 with a tile of a matrix of quantised values in blocks: sixteen outputs at a time.
+"""Products of rows of int8 with a tile of a matrix of quantised values in blocks, a lane of a vector for each output.
 
 A row is rounded to int8 in blocks of 32, as llama.cpp does: `value = scale * integer`, with the block's largest
 absolute value at 127. A weight is `scale * level + least`, so a block's product is `scale_w * scale_x * sum(level *
-integer) + least * scale_x * sum(integer)`. The sum of levels times integers is exact: an instruction multiplies and
-adds four bytes for each of sixteen outputs (`vpdpbusd`). Blocks are added in float32, in order, so a row has the same
-result, bit for bit, in any batch.
+integer) + least * scale_x * sum(integer)`. The sum of levels times integers is exact, whatever instructions add it (see
+`byte_units`). Blocks are added in float32, in order, so a row has the same result, bit for bit, in any batch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sglang_jax.checkpoint.encoding import BLOCK
-from sglang_jax.cpu_kernels.block_layout import INTEGER_OUTPUTS, OF_BLOCK
+from sglang_jax.cpu_kernels.byte_units import UNITS
+from sglang_jax.cpu_kernels.integer_layout import OF_BLOCK
 from sglang_jax.cpu_kernels.vectors import (
     DOUBLE_WORDS,
     F16,
@@ -25,7 +25,7 @@ from sglang_jax.cpu_kernels.vectors import (
     I16,
     I32,
     I64,
-    lanes,
+    in_all_lanes,
     llvm_function,
     load_vector,
     splat,
@@ -38,17 +38,21 @@ _AHEAD = 4096
 """Bytes of quantised values that are prefetched."""
 
 _ZERO_OF_8_BITS = 128
-"""8-bit values are stored with this added, because one side of the product is unsigned."""
+"""8-bit values are stored with this added, where one side of the product is unsigned."""
 
 
-@intrinsic
-def round_row(typing, x, blocks, integers, scales):
-    """Rounds a row of bfloat16 to int8 `integers [blocks, 32]`, and writes `scales [blocks, 3]`: float32, the scale and
-    the scale times the sum of the integers, both NaN for a block with NaN or infinity; int32, -128 times that sum."""
+@intrinsic(prefer_literal=True)
+def round_row(typing, width, x, blocks, integers, scales):
+    """Rounds a row of bfloat16 or float32, `width` bytes each, a constant, to int8 `integers [blocks, 32]`,
+    and writes `scales [blocks, 3]`: float32, the scale and the scale times the sum of the integers, both NaN for a
+    block with NaN or infinity; int32, -128 times that sum."""
+
+    if not isinstance(width, types.IntegerLiteral):
+        return None
+    size = width.literal_value
 
     def generate(context, builder, signature, values):
-        x, blocks, integers, scales = values
-        halves = ir.VectorType(I16, 16)
+        _, x, blocks, integers, scales = values
         absolute = llvm_function(builder, "llvm.fabs.v16f32", FLOATS, [FLOATS])
         larger = llvm_function(builder, "llvm.maxnum.v16f32", FLOATS, [FLOATS] * 2)
         largest_of = llvm_function(builder, "llvm.vector.reduce.fmax.v16f32", F32, [FLOATS])
@@ -57,11 +61,8 @@ def round_row(typing, x, blocks, integers, scales):
         nearest = llvm_function(builder, "llvm.rint.v16f32", FLOATS, [FLOATS])
         zero = ir.Constant(FLOATS, None)
         with cgutils.for_range(builder, blocks, intp=I64) as loop:
-            at = builder.add(x, builder.mul(loop.index, I64(2 * BLOCK)))
-            parts = []
-            for offset in (0, BLOCK):
-                words = builder.zext(load_vector(builder, halves, builder.add(at, I64(offset))), DOUBLE_WORDS)
-                parts.append(builder.bitcast(builder.shl(words, ir.Constant(DOUBLE_WORDS, [16] * 16)), FLOATS))
+            at = builder.add(x, builder.mul(loop.index, I64(size * BLOCK)))
+            parts = [_sixteen(builder, size, builder.add(at, I64(offset))) for offset in (0, size * BLOCK // 2)]
             largest = builder.call(largest_of, [builder.call(larger, [builder.call(absolute, [p]) for p in parts])])
             # 0 for numbers, and NaN otherwise.
             nothing = builder.fadd(*(builder.fmul(part, zero) for part in parts))
@@ -84,27 +85,38 @@ def round_row(typing, x, blocks, integers, scales):
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(address, address, address, address), generate
+    return types.void(width, address, address, address, address), generate
+
+
+def _sixteen(builder, width, address):
+    """Sixteen activations of `width` bytes, as float32."""
+    if width == 4:
+        return load_vector(builder, FLOATS, address)
+    words = builder.zext(load_vector(builder, ir.VectorType(I16, 16), address), DOUBLE_WORDS)
+    return builder.bitcast(builder.shl(words, ir.Constant(DOUBLE_WORDS, [16] * 16)), FLOATS)
 
 
 @intrinsic(prefer_literal=True)
-def multiply_integers(typing, bits, rows, integers, scales_of_rows, levels, scales, blocks, sums):
-    """Writes the products of `rows` rows with a tile to float32 `sums [rows, 16]`.
+def multiply_integers(typing, unit, bits, rows, integers, scales_of_rows, levels, scales, blocks, sums):
+    """Writes the products of `rows` rows with a tile to float32 `sums [rows, outputs]`.
 
-    Constants: `bits` (4 or 8) and `rows`. Addresses: of `integers [rows, blocks, 32]` and `scales_of_rows
-    [rows, blocks, 3]`, see `round_row`; of `levels` and `scales`, see `block_layout.PackedBlocks`.
+    Constants: `unit`, an index of `byte_units.UNITS`; `bits` (4 or 8); `rows`. Addresses: of `integers [rows, blocks,
+    32]` and `scales_of_rows [rows, blocks, 3]`, see `round_row`; of `levels` and `scales`, see
+    `integer_layout.pack_for_integers`.
     """
-    if not (isinstance(bits, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
+    if not all(isinstance(each, types.IntegerLiteral) for each in (unit, bits, rows)):
         return None
-    width, count = bits.literal_value, rows.literal_value
+    chosen, width, count = UNITS[unit.literal_value], bits.literal_value, rows.literal_value
+    outputs = chosen.form.outputs
+    floats = ir.VectorType(F32, outputs)
 
     def generate(context, builder, signature, values):
-        _, _, integers, of_rows, levels, scales, blocks, sums = values
-        add_products = llvm_function(builder, "llvm.x86.avx512.vpdpbusd.512", DOUBLE_WORDS, [DOUBLE_WORDS] * 3)
-        multiply_add = llvm_function(builder, "llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
-        totals = [cgutils.alloca_once_value(builder, ir.Constant(FLOATS, None)) for _ in range(count)]
+        _, _, _, integers, of_rows, levels, scales, blocks, sums = values
+        # One rounding where the processor can, else two; LLVM chooses the same for any number of rows.
+        multiply_add = llvm_function(builder, f"llvm.fmuladd.v{outputs}f32", floats, [floats] * 3)
+        totals = [cgutils.alloca_once_value(builder, ir.Constant(floats, None)) for _ in range(count)]
         with cgutils.for_range(builder, blocks, intp=I64) as loop:
-            scale, least = _scales(builder, width, scales, loop.index)
+            scale, least = _scales(builder, chosen, width, scales, loop.index)
             own = [
                 builder.add(integers, builder.mul(builder.add(builder.mul(blocks, I64(row)), loop.index), I64(BLOCK)))
                 for row in range(count)
@@ -116,44 +128,47 @@ def multiply_integers(typing, bits, rows, integers, scales_of_rows, levels, scal
                 )
                 for row in range(count)
             ]
-            found = [ir.Constant(DOUBLE_WORDS, None)] * count
-            if least is None:
-                zeros = [load_vector(builder, I32, builder.add(place, I64(8))) for place in places]
-                found = [_in_all_lanes(builder, each) for each in zeros]
-            for number, weights in enumerate(_levels(builder, width, levels, loop.index)):
+            corrections = [None] * count
+            if width == 8 and chosen.form.zero:
+                corrections = [load_vector(builder, I32, builder.add(place, I64(8))) for place in places]
+            found = [chosen.begin(builder, each) for each in corrections]
+            for number, weights in enumerate(_levels(builder, outputs, width, levels, loop.index)):
                 for row in range(count):
-                    four = _in_all_lanes(builder, load_vector(builder, I32, builder.add(own[row], I64(4 * number))))
-                    found[row] = builder.call(add_products, [found[row], weights, four])
+                    word = load_vector(builder, I32, builder.add(own[row], I64(4 * number)))
+                    four = in_all_lanes(builder, word, outputs)
+                    found[row] = chosen.add(builder, width, found[row], weights, four)
             for row in range(count):
                 factor, both = (
-                    splat(builder, load_vector(builder, F32, builder.add(places[row], I64(offset))))
+                    in_all_lanes(builder, load_vector(builder, F32, builder.add(places[row], I64(offset))), outputs)
                     for offset in (0, 4)
                 )
-                total, products = builder.load(totals[row]), builder.sitofp(found[row], FLOATS)
+                products = builder.sitofp(chosen.finish(builder, width, found[row]), floats)
+                total = builder.load(totals[row])
                 total = builder.call(multiply_add, [products, builder.fmul(scale, factor), total])
                 if least is not None:
                     total = builder.call(multiply_add, [least, both, total])
                 builder.store(total, totals[row])
         for row in range(count):
-            store_vector(builder, builder.load(totals[row]), builder.add(sums, I64(4 * INTEGER_OUTPUTS * row)))
+            store_vector(builder, builder.load(totals[row]), builder.add(sums, I64(4 * outputs * row)))
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(bits, rows, address, address, address, address, address, address), generate
+    return types.void(unit, bits, rows, address, address, address, address, address, address), generate
 
 
-def _levels(builder, bits, levels, block):
-    """Four bytes of each of sixteen outputs, for each four inputs of a block."""
-    size = INTEGER_OUTPUTS * BLOCK * bits // 8
+def _levels(builder, outputs, bits, levels, block):
+    """Four bytes of each output, for each four inputs of a block."""
+    size = outputs * BLOCK * bits // 8
     at = builder.add(levels, builder.mul(block, I64(size)))
-    pointer = I8.as_pointer()
+    pointer, words = I8.as_pointer(), ir.VectorType(I32, outputs)
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    low, four = (ir.Constant(DOUBLE_WORDS, [value] * 16) for value in (0x0F0F0F0F, 4))
-    for line in range(0, size, 64):
-        where = builder.inttoptr(builder.add(at, I64(_AHEAD + line)), pointer)
-        builder.call(prefetch, [where, I32(0), I32(3), I32(1)])
-        found = load_vector(builder, DOUBLE_WORDS, builder.add(at, I64(line)))
+    low, four = (ir.Constant(words, [value] * outputs) for value in (0x0F0F0F0F, 4))
+    for offset in range(0, size, 4 * outputs):
+        if offset % 64 == 0:
+            where = builder.inttoptr(builder.add(at, I64(_AHEAD + offset)), pointer)
+            builder.call(prefetch, [where, I32(0), I32(3), I32(1)])
+        found = load_vector(builder, words, builder.add(at, I64(offset)))
         if bits == 8:
             yield found
         else:
@@ -161,16 +176,14 @@ def _levels(builder, bits, levels, block):
             yield builder.and_(builder.lshr(found, four), low)
 
 
-def _scales(builder, bits, scales, block):
-    """The scales of a block of sixteen outputs, and their minimums, or None for 8 bits."""
-    halves, vectors = ir.VectorType(F16, 16), 2 if bits == 4 else 1
-    at = builder.add(scales, builder.mul(block, I64(2 * INTEGER_OUTPUTS * vectors)))
-    scale = builder.fpext(load_vector(builder, halves, at), FLOATS)
-    if bits == 4:
-        return scale, builder.fpext(load_vector(builder, halves, builder.add(at, I64(2 * INTEGER_OUTPUTS))), FLOATS)
-    return scale, None
-
-
-def _in_all_lanes(builder, value):
-    one = builder.insert_element(ir.Constant(DOUBLE_WORDS, ir.Undefined), value, I32(0))
-    return lanes(builder, one, [0] * 16)
+def _scales(builder, unit, bits, scales, block):
+    """The scales of a block of each output, and their minimums, or None for 8 bits."""
+    outputs, vectors = unit.form.outputs, 2 if bits == 4 else 1
+    at = builder.add(scales, builder.mul(block, I64(2 * outputs * vectors)))
+    scale, *least = (
+        unit.widen_halves(
+            builder, load_vector(builder, ir.VectorType(F16, outputs), builder.add(at, I64(2 * outputs * number)))
+        )
+        for number in range(vectors)
+    )
+    return scale, least[0] if least else None

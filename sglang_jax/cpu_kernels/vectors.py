@@ -1,4 +1,4 @@
-"""Vectors of 512 bits in kernels: shared generators of LLVM code for bfloat16, and the instructions that they need."""
+"""Vectors in kernels: shared generators of LLVM code, and the instructions for bfloat16."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from numba.core.codegen import get_host_cpu_features
 
 NEEDED = ("avx512bw", "avx512bf16")
 """Required features of the processor, by LLVM's names."""
-
-NEEDED_FOR_INTEGERS = ("avx512bw", "avx512vnni")
-"""Those of integer products (`integer_tiles`)."""
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -59,8 +56,13 @@ def lanes(builder, vector, numbers, other=None):
 
 
 def splat(builder, value):
-    one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), value, I32(0))
-    return lanes(builder, one, [0] * 16)
+    return in_all_lanes(builder, value, 16)
+
+
+def in_all_lanes(builder, value, count):
+    """A vector of `count` lanes with a value in each."""
+    one = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, I32(0))
+    return lanes(builder, one, [0] * count)
 
 
 def load_vector(builder, kind, address):

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sglang_jax.cpu_kernels.block_layout import EXACT, OUTPUTS, BlockForm
+from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, OUTPUTS, BlockForm
 from sglang_jax.cpu_kernels.compiling import CompiledKernel
 from sglang_jax.cpu_kernels.language import add, integers, long_integers
 from sglang_jax.cpu_kernels.work import ELEMENTS_WORTH_SHARING, FIRST_FIELD, ITEMS
@@ -131,7 +131,7 @@ def _fill(words, arguments, results, levels_read, outputs_of_item):
     x, output, scratch = long_integers(arguments[0]), long_integers(results[0]), long_integers(results[1])
     rows, inputs = long_integers(x[_SIZES])[0], long_integers(x[_SIZES])[1]
     outputs, slots = long_integers(output[_SIZES])[1], long_integers(scratch[_SIZES])[0]
-    items = (outputs + outputs_of_item - 1) // outputs_of_item
+    items = (outputs + outputs_of_item - 1) // outputs_of_item * ((rows + LARGEST - 1) // LARGEST)
     for word in range(_SCHEDULED):
         words[word] = 0
     words[ITEMS] = items

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sglang_jax.checkpoint.encoding import Encoding, Stored
-from sglang_jax.config import CpuActivations
-from sglang_jax.cpu_kernels.block_layout import EXACT, INTEGER, BlockForm, PackedBlocks, random_blocks
-from sglang_jax.errors import ConfigError, how_to_install
+from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, PackedBlocks, random_blocks
+from sglang_jax.errors import how_to_install
 from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16_tiles
 
@@ -31,20 +30,23 @@ _ROWS_TRIED = (1, 3, 11)
 _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
-def check_block_kernels(device: jax.Device, dtype: jnp.dtype, tp_size: int) -> None:
-    """Raises `ConfigError` naming what is missing if this machine does not support products with blocks."""
+def missing_for_blocks(device: jax.Device, dtype: jnp.dtype, tp_size: int, *, rounded: bool) -> str | None:
+    """What products with blocks need and do not have; None if nothing. `rounded`: activations are rounded to int8."""
     if device.platform != "cpu":
-        raise ConfigError(f"keep_gguf_blocks needs a CPU, the device is a {device.platform}: choose --device cpu")
+        return f"a CPU, the device is a {device.platform}: choose --device cpu"
     if tp_size > 1:
-        raise ConfigError(f"keep_gguf_blocks needs one device, got tp_size {tp_size}: remove one of the two")
-    if dtype != jnp.bfloat16:
-        raise ConfigError(f"keep_gguf_blocks needs --dtype bfloat16, got {dtype.name}")
+        return f"one device, got tp_size {tp_size}: remove one of the two"
     if find_spec("numba") is None:
-        raise ConfigError(f"keep_gguf_blocks needs numba, which is not installed: {how_to_install('jax', 'cpu')}")
+        return f"numba, which is not installed: {how_to_install('jax', 'cpu')}"
+    if rounded:
+        return None
+    if dtype != jnp.bfloat16:
+        return f"--dtype bfloat16 or --cpu-activations int8, got {dtype.name}"
     from sglang_jax.cpu_kernels import vectors  # imported here, since only blocks need numba
 
     if not vectors.supported():
-        raise ConfigError("keep_gguf_blocks needs a CPU with avx512_bf16, which this one has not: remove it")
+        return "a CPU with avx512_bf16, which this one has not, or --cpu-activations int8"
+    return None
 
 
 def max_rows() -> int:
@@ -54,15 +56,20 @@ def max_rows() -> int:
 
 
 @functools.cache
-def block_product(encoding: Encoding, cache_folder: Path | None, form: BlockForm = EXACT) -> BlockProduct | None:
+def block_product(
+    encoding: Encoding, cache_folder: Path | None, unit: int | None = None, dtype: str = "bfloat16"
+) -> BlockProduct | None:
     """The product with matrices of an encoding, compiled, or loaded from `cache_folder` if given. None, with a log
-    line, if it cannot be compiled, if this jaxlib does not accept it, or if its results are wrong."""
+    line, if it cannot be compiled, if this jaxlib does not accept it, or if its results are wrong.
+
+    `unit`: an index of `byte_units.UNITS`, whose instructions multiply rows rounded to int8; None: rows of bfloat16 are
+    multiplied as they are. `dtype`: of rows, bfloat16 or float32."""
     from numba.core.errors import NumbaError
 
     try:
-        target = _register(encoding, cache_folder, form)
+        target, form = _register(encoding, cache_folder, unit, jnp.dtype(dtype).itemsize)
         product = BlockProduct(encoding, target, len(cpu_cores()), max_rows(), form)
-        wrong = _largest_error(product)
+        wrong = _largest_error(product, dtype)
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM and XLA raise RuntimeError
         logger.warning("Blocks of %d bits are dequantised: XLA cannot call their kernel (%s)", encoding.bits, error)
         return None
@@ -75,39 +82,37 @@ def block_product(encoding: Encoding, cache_folder: Path | None, form: BlockForm
     return product
 
 
-def form_of(activations: CpuActivations) -> BlockForm:
-    """The form of products for the activations that were asked for, if this processor has its instructions; the log
-    says which."""
-    from sglang_jax.cpu_kernels import vectors  # imported here, since only blocks need numba
+def unit_for_rounded() -> int:
+    """The instructions of this processor for rows rounded to int8 (see `block_product`); the log names them."""
+    from sglang_jax.cpu_kernels.byte_units import UNITS, best_unit  # imported here, since only blocks need numba
 
-    if activations is CpuActivations.EXACT:
-        return EXACT
-    found = vectors.supported(vectors.NEEDED_FOR_INTEGERS)
-    logger.info(
-        "Matrices in blocks multiply activations %s",
-        "rounded to int8" if found else "in bfloat16: int8 needs avx512_vnni",
-    )
-    return INTEGER if found else EXACT
+    unit = best_unit()
+    logger.info("Matrices in blocks multiply activations rounded to int8, with %s", UNITS[unit].name)
+    return unit
 
 
-def _register(encoding: Encoding, cache_folder: Path | None, form: BlockForm) -> str:
-    """Registers a kernel with XLA and returns its name, which contains the version of the kernels, since programs in
-    JAX's compilation cache call it by that name."""
+def _register(encoding: Encoding, cache_folder: Path | None, unit: int | None, width: int) -> tuple[str, BlockForm]:
+    """Registers a kernel, for rows with `width` bytes per value, with XLA. Returns its name, which contains the version
+    of the kernels, since programs in JAX's compilation cache call it by that name, and its form."""
     from sglang_jax.cpu_kernels.block_product import build_block_product
+    from sglang_jax.cpu_kernels.byte_units import UNITS
     from sglang_jax.cpu_kernels.compiling import KernelCompiler, version_of_kernels
     from sglang_jax.cpu_kernels.integer_product import build_integer_product
     from sglang_jax.cpu_kernels.xla_call import build_xla_call
 
-    build = {EXACT.name: build_block_product, INTEGER.name: build_integer_product}[form.name]
-    name = f"block_product_{form.name}_{encoding.bits}_{version_of_kernels()}"
+    form = EXACT if unit is None else UNITS[unit].form
+    name = f"block_product_{unit}_{form.name}_{encoding.bits}_{width}_{version_of_kernels()}"
     with _lock:
         if name not in _registered:
             compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
-            kernel = build(compiler, encoding.bits, gated=False, width=4)
+            if unit is None:
+                kernel = build_block_product(compiler, encoding.bits, gated=False, width=4)
+            else:
+                kernel = build_integer_product(compiler, unit, encoding.bits, gated=False, width=width, output_width=4)
             function = build_xla_call(kernel, encoding.bits, form)
             _registered[name] = function
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
-    return name
+    return name, form
 
 
 _lock = threading.Lock()
@@ -115,7 +120,7 @@ _registered: dict[str, object] = {}
 """Registered kernels, by name, which must stay alive as long as the process. XLA accepts each name once."""
 
 
-def _largest_error(product: BlockProduct) -> float:
+def _largest_error(product: BlockProduct, dtype: str) -> float:
     """The largest error of products with a small matrix, against float64, relative to the largest result."""
     blocks = random_blocks(product.encoding, outputs=256, inputs=160)
     # Integers are multiplied without rounding the weights before.
@@ -123,7 +128,7 @@ def _largest_error(product: BlockProduct) -> float:
     packed = product.form.pack(blocks)
     errors = []
     for rows in _ROWS_TRIED:
-        x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 160)), jnp.bfloat16)
+        x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 160)), dtype)
         exact = product.form.rounded(np.asarray(x, np.float32)).astype(np.float64) @ weights.T
         errors.append(np.abs(_run(product, x, packed) - exact).max() / np.abs(exact).max())
     return float(np.max(errors))  # NaN if any is

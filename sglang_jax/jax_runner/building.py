@@ -19,7 +19,7 @@ from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
-from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels, form_of
+from sglang_jax.jax_runner.block_kernels import block_product, missing_for_blocks, unit_for_rounded
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
 from sglang_jax.jax_runner.model_programs import parameters
@@ -40,7 +40,14 @@ from sglang_jax.models import (
 from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.assembly import Models
 from sglang_jax.runner.determinism import check_divisible, shards_of
-from sglang_jax.runner.quantization import encodings_of, keeps_blocks
+from sglang_jax.runner.quantization import (
+    asks_for_blocks,
+    encodings_of,
+    keeps_blocks,
+    refuse_blocks,
+    rounds_activations,
+    wants_blocks,
+)
 from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes
 
 _ATTENTION = {
@@ -186,14 +193,18 @@ def _block_products(
 ) -> BlockProducts:
     """The kernels for matrices that are also kept in blocks, of the model that `build` creates; none if the blocks
     would take too much memory. Raises `ConfigError` if the options ask for blocks that are not supported."""
-    if not config.keep_gguf_blocks:
+    if not wants_blocks(config, checkpoint):
         return no_blocks
-    check_block_kernels(device, dtype, config.tp_size)
-    if checkpoint.reader is None or not checkpoint.reads_gguf:
-        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
+    rounded = rounds_activations(config)
+    if (missing := missing_for_blocks(device, dtype, config.tp_size, rounded=rounded)) is not None:
+        refuse_blocks(config, missing)
+        return no_blocks
     address = config.cache_address()
     folder = None if "://" in address else Path(address)
-    products = partial(block_product, cache_folder=folder, form=form_of(config.cpu_activations))
+    unit = unit_for_rounded() if rounded else None
+    products = partial(block_product, cache_folder=folder, unit=unit, dtype=dtype.name)
+    if unit is not None:
+        return products
     sizes = [
         (set(BLOCK_AXES) & set(parameter.axes), _bytes_on_one_device(parameter, 1))
         for parameter in parameters(build(block_products=products))
@@ -213,8 +224,10 @@ def shards_on_jax(config: EngineConfig, model: ModelConfig) -> int | None:
         check_divisible(config, model, found)
     if found is None:
         return None
-    if config.keep_gguf_blocks:
-        raise ConfigError("keep_gguf_blocks does not support deterministic tp on the JAX backend: remove one of them")
+    if asks_for_blocks(config):
+        raise ConfigError(
+            "keep_gguf_blocks and cpu_activations int8 do not support deterministic tp on the JAX backend: remove them"
+        )
     if config.kv_cache_dtype is KVCacheDtype.INT8:
         raise ConfigError("kv_cache_dtype int8 does not support deterministic tp on the JAX backend: choose auto")
     return found

@@ -107,7 +107,7 @@ class TwoFormMatrix(nnx.Module):
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         if self.blocks.serves(len(x)):
-            return self.blocks.multiply(x.astype(self.plain.kernel.dtype))
+            return self.blocks.multiply(x)
         return self.plain.multiply(x, of_outputs=of_outputs)
 
     def repack(self, layout: Layout) -> None:
@@ -116,15 +116,18 @@ class TwoFormMatrix(nnx.Module):
 
 
 def matrix_for(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions) -> Matrix:
-    """A matrix without values, of the class for the encoding of its `parts`. A matrix in blocks is also kept widened to
-    the dtype of products, or only widened if no kernel reads its blocks."""
+    """A matrix without values, of the class for the encoding of its `parts`. A matrix in blocks stays in blocks if a
+    kernel serves all steps; it is also kept widened to the dtype of products if that serves only few rows, or only
+    widened if no kernel reads its blocks."""
     encoding = options.encoding_of(*parts)
     if encoding is None:
         return PlainMatrix.of(inputs, outputs, parts, options.dtype)
     if encoding.block is None:
         return ScaledMatrix(encoding, inputs, outputs, parts, options.dtype)
-    plain = PlainMatrix.of(inputs, outputs, parts, options.dtype)
-    product, rows = options.block_products(encoding), math.prod(size for _, size in outputs)
-    if product is None or rows % product.form.outputs:
-        return plain
-    return TwoFormMatrix(BlockMatrix(product, math.prod(size for _, size in inputs), outputs, parts), plain)
+    product = options.block_products(encoding)
+    if product is None:
+        return PlainMatrix.of(inputs, outputs, parts, options.dtype)
+    blocks = BlockMatrix(product, math.prod(size for _, size in inputs), outputs, parts, options.dtype)
+    if product.serves_all_rows:
+        return blocks
+    return TwoFormMatrix(blocks, PlainMatrix.of(inputs, outputs, parts, options.dtype))

@@ -24,7 +24,7 @@ from sglang_jax.layers.layout import Layout, OutInLayout, Table, TwoAxisLayout
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.matrix import Matrix, PlainMatrix, TwoFormMatrix, matrix_for
 from sglang_jax.layers.norm import Norm
-from sglang_jax.layers.parameter import parameter
+from sglang_jax.layers.parameter import Parameter, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.platform import PlatformLayout
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
@@ -34,13 +34,25 @@ from sglang_jax.models.kv_cache import KVCaches
 
 
 class Embedding(nnx.Module):
-    """Rows of a table `[vocab, hidden]`."""
+    """Rows of a table `[vocab, hidden]`: plain, or in `blocks` if a kernel multiplies by these in all steps."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype) -> None:
-        self.table = parameter([(Axis.VOCABULARY, vocab_size), (Axis.HIDDEN, hidden_size)], dtype, Part.EMBEDDING)
+    def __init__(self, vocab_size: int, options: PartOptions) -> None:
+        vocabulary, part = [(Axis.VOCABULARY, vocab_size)], (Part.EMBEDDING,)
+        encoding = options.encoding_of(*part)
+        product = None if encoding is None or encoding.block is None else options.block_products(encoding)
+        if product is None or not product.serves_all_rows:
+            self.table: Parameter | None
+            self.table = parameter([*vocabulary, (Axis.HIDDEN, options.hidden_size)], options.dtype, *part)
+            self.blocks: BlockMatrix | None = None
+        else:
+            self.table = None
+            self.blocks = BlockMatrix(product, options.hidden_size, vocabulary, part, options.dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `[T]`, all within the vocabulary → `[T, hidden]`."""
+        if self.blocks is not None:
+            return self.blocks.rows(tokens)
+        assert self.table is not None
         return self.table[...].at[tokens].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
@@ -77,7 +89,6 @@ class Transformer(nnx.Module):
     ) -> None:
         self.config = config
         self.attention = attention
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
         options = PartOptions(
             hidden_size=config.hidden_size,
             dtype=dtype,
@@ -87,13 +98,16 @@ class Transformer(nnx.Module):
             block_products=block_products,
             num_shards=num_shards,
         )
+        self.embedding = Embedding(config.vocab_size, options)
         self.shards = None if num_shards is None else Shards(num_shards, attention)
         self.layers = nnx.List([DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers)])
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         hidden, vocabulary = [(Axis.HIDDEN, config.hidden_size)], [(Axis.VOCABULARY, config.vocab_size)]
         self.head = matrix_for(hidden, vocabulary, (Part.HEAD,), options)
-        if config.tie_word_embeddings and not form.own_head_for_tied_embeddings:
-            self._share_table(Table())
+        if config.tie_word_embeddings and self.embedding.blocks is not None:
+            self.head = self.embedding.blocks
+        elif config.tie_word_embeddings and not form.own_head_for_tied_embeddings:
+            self._share_table(self.embedding.table, Table())
         self.num_groups = num_paged_groups(config)
         self.group_of_layer = group_of_layers(config)
         self.form = form
@@ -117,8 +131,8 @@ class Transformer(nnx.Module):
         """Stores every matrix as `[out, in]`: see `PlatformLayout`. Tied embeddings have this layout already, so a
         model with them needs no separate head."""
         self._repack_layers(OutInLayout())
-        if self.config.tie_word_embeddings:
-            self._share_table(OutInLayout())
+        if self.config.tie_word_embeddings and self.embedding.table is not None:
+            self._share_table(self.embedding.table, OutInLayout())
         else:
             self.head.repack(OutInLayout())
 
@@ -127,8 +141,8 @@ class Transformer(nnx.Module):
             if isinstance(module, Linear):
                 module.matrix.repack(layout)
 
-    def _share_table(self, layout: Layout) -> None:
-        shared = PlainMatrix(self.embedding.table, 1, layout)
+    def _share_table(self, table: Parameter, layout: Layout) -> None:
+        shared = PlainMatrix(table, 1, layout)
         if isinstance(self.head, TwoFormMatrix):
             self.head.plain = shared
         else:
@@ -137,6 +151,8 @@ class Transformer(nnx.Module):
     @property
     def has_own_head(self) -> bool:
         plain = self.head.plain if isinstance(self.head, TwoFormMatrix) else self.head
+        if isinstance(plain, BlockMatrix):
+            return plain is not self.embedding.blocks
         return not (isinstance(plain, PlainMatrix) and plain.kernel is self.embedding.table)
 
     def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:

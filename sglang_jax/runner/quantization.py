@@ -11,7 +11,7 @@ from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
-from sglang_jax.config import EngineConfig, WeightQuantization
+from sglang_jax.config import CpuActivations, Dtype, EngineConfig, WeightQuantization
 from sglang_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,60 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
     """The quantisation, while the matrices of a checkpoint are read, that the options ask for; None to keep them as
     stored. Raises `ConfigError` for a checkpoint whose matrices cannot be quantised this way, or already are."""
     wanted = config.quantization
-    if wanted is not WeightQuantization.AUTO and config.keep_gguf_blocks:
-        raise ConfigError(f"quantization {wanted.value} and keep_gguf_blocks exclude each other: remove one of the two")
+    if wanted is not WeightQuantization.AUTO:
+        for asked, option in (
+            (config.keep_gguf_blocks, "keep_gguf_blocks"),
+            (config.cpu_activations is CpuActivations.INT8, "cpu_activations int8"),
+        ):
+            if asked:
+                raise ConfigError(f"quantization {wanted.value} and {option} exclude each other: remove one of the two")
     return quantization_for(checkpoint, wanted)
+
+
+def has_blocks(checkpoint: Checkpoint) -> bool:
+    """Whether some matrices are in quantised blocks that kernels can read (see `cpu_kernels.block_layout`)."""
+    reader = checkpoint.reader
+    if reader is None or not checkpoint.reads_gguf:
+        return False
+    encodings = (reader.encoding(name) for name in reader.names())
+    return any(encoding is not None and encoding.block is not None for encoding in encodings)
+
+
+def rounds_activations(config: EngineConfig) -> bool:
+    """Whether matrices in blocks should stay in blocks on a CPU, and multiply activations rounded to int8."""
+    if config.cpu_activations is not CpuActivations.AUTO:
+        return config.cpu_activations is CpuActivations.INT8
+    plain = config.quantization is WeightQuantization.AUTO
+    return plain and config.dtype is not Dtype.FLOAT32 and not config.batch_invariant
+
+
+def wants_blocks(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    """Whether matrices of the checkpoint should be kept in blocks. Raises `ConfigError` if that was asked for and it
+    has none."""
+    if has_blocks(checkpoint):
+        return config.keep_gguf_blocks or rounds_activations(config)
+    if asks_for_blocks(config):
+        raise ConfigError(
+            f"{_option_of_blocks(config)}: {checkpoint.source.path} is not a GGUF file with Q4_0, Q4_1 or Q8_0 "
+            "matrices: remove the option"
+        )
+    return False
+
+
+def asks_for_blocks(config: EngineConfig) -> bool:
+    """Whether an option, not a default, asks for matrices in blocks."""
+    return config.keep_gguf_blocks or config.cpu_activations is CpuActivations.INT8
+
+
+def refuse_blocks(config: EngineConfig, reason: str) -> None:
+    """Logs why matrices are widened although they should stay in blocks. Raises `ConfigError` if that was asked for."""
+    if asks_for_blocks(config):
+        raise ConfigError(f"{_option_of_blocks(config)} needs {reason}")
+    logger.info("Matrices in blocks are widened: blocks need %s", reason)
+
+
+def _option_of_blocks(config: EngineConfig) -> str:
+    return "keep_gguf_blocks" if config.keep_gguf_blocks else "cpu_activations int8"
 
 
 def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quantization | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,78 +21,77 @@ from helpers.gguf_blocks import KINDS
 from sglang_jax.checkpoint.encoding import Q4, Q8, Stored
 from sglang_jax.config import EngineConfig
 from sglang_jax.cpu_kernels import compiling, vectors, xla_call
-from sglang_jax.cpu_kernels.block_layout import EXACT, INTEGER, BlockForm, pack, random_blocks
+from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, pack, random_blocks
+from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.language import add, floats, store, take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
-from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import block_kernels
-from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
+from sglang_jax.jax_runner.block_kernels import block_product, missing_for_blocks
 from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 needs_units = pytest.mark.skipif(not vectors.supported(), reason="kernels need a processor with avx512_bf16")
-needs_integers = pytest.mark.skipif(
-    not vectors.supported((*vectors.NEEDED, *vectors.NEEDED_FOR_INTEGERS)),
-    reason="kernels need a processor with avx512_vnni",
-)
-every_form = pytest.mark.parametrize(
-    "form",
-    [pytest.param(EXACT, marks=needs_units), pytest.param(INTEGER, marks=needs_integers)],
-    ids=lambda form: form.name,
+UNITS_HERE = [(number, dtype) for number, dtype in ((0, "bfloat16"), (2, "float32")) if UNITS[number].found()]
+every_unit = pytest.mark.parametrize(
+    ("unit", "dtype"),
+    [pytest.param(None, "bfloat16", marks=needs_units), *(UNITS_HERE or [(3, "float32")])],
 )
 
 MAX_ROWS = 16
 Product = Callable[[np.ndarray], np.ndarray]
 
 
-def product_with(blocks: Stored, form: BlockForm = EXACT) -> Product:
+def product_with(blocks: Stored, unit: int | None = None, dtype: str = "bfloat16") -> Product:
     """A separate program for each number of rows, as in a runner."""
-    kernel, packed = block_product(blocks.encoding, EngineConfig().cache_folder(), form), form.pack(blocks)
+    kernel = block_product(blocks.encoding, EngineConfig().cache_folder(), unit, dtype)
     assert kernel is not None
+    packed = kernel.form.pack(blocks)
     run = jax.jit(kernel.multiply)
     levels, scales = jnp.asarray(packed.levels), jnp.asarray(packed.scales)
     return lambda x: np.asarray(run(jnp.asarray(x), levels, scales))
 
 
-def rows_of(count: int, inputs: int) -> np.ndarray:
-    return np.random.default_rng(1).standard_normal((count, inputs)).astype(jnp.bfloat16)
+def rows_of(count: int, inputs: int, dtype: str = "bfloat16") -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((count, inputs)).astype(jnp.dtype(dtype))
 
 
-@every_form
+@every_unit
 @every_kind
-def test_products(kind: GGMLQuantizationType, form: BlockForm, tmp_path: Path) -> None:
+def test_products(kind: GGMLQuantizationType, unit: int | None, dtype: str, tmp_path: Path) -> None:
     """Against float64: sums in float32 of the weights of the matrix widened to bfloat16, or of rows rounded to int8 and
     the weights as stored. With one thread, and shared by several."""
     for outputs in (112, 2048):
         blocks, weight = gguf_blocks.blocks_of(kind, outputs, 160, tmp_path)
-        if form is INTEGER:
+        if unit is not None:
             weight = blocks.widened()
-        multiply = product_with(blocks, form)
+        form = EXACT if unit is None else UNITS[unit].form
+        multiply = product_with(blocks, unit, dtype)
         for rows in (1, 2, 5, MAX_ROWS):
-            x = rows_of(rows, 160)
+            x = rows_of(rows, 160, dtype)
             exact = form.rounded(x.astype(np.float32)).astype(np.float64) @ weight.astype(np.float64).T
             found = multiply(x)
             assert found.dtype == np.float32
             assert np.abs(found - exact).max() <= 1e-6 * np.abs(exact).max()
 
 
-@every_form
+@every_unit
 @every_kind
 def test_a_product_is_batch_invariant_and_equals_torch_s(
-    kind: GGMLQuantizationType, form: BlockForm, tmp_path: Path
+    kind: GGMLQuantizationType, unit: int | None, dtype: str, tmp_path: Path
 ) -> None:
     """Bit for bit: by itself, among few rows that are multiplied directly, among many whose weights are widened first.
     The Torch backend's is the same, rounded."""
     blocks, _ = gguf_blocks.blocks_of(kind, 2048, 160, tmp_path)
-    multiply = product_with(blocks, form)
-    x = rows_of(MAX_ROWS, 160)
+    multiply = product_with(blocks, unit, dtype)
+    x = rows_of(LARGEST + 6, 160, dtype)  # more than an item takes
     together = multiply(x)
-    for first, last in ((0, 1), (15, 16), (5, 7), (4, 8), (3, 8), (1, 9)):
+    for first, last in ((0, 1), (15, 16), (5, 7), (4, 8), (3, 8), (1, 9), (LARGEST + 1, LARGEST + 6)):
         np.testing.assert_array_equal(multiply(x[first:last]), together[first:last])
-    products = block_products() if form is EXACT else integer_products()
-    other = products.matrix(blocks, None).multiply(torch.from_numpy(x.astype(np.float32)).bfloat16())
-    np.testing.assert_array_equal(other.float().numpy(), together.astype(jnp.bfloat16).astype(np.float32))
+    of_torch = torch.float32 if dtype == "float32" else torch.bfloat16
+    products = block_products() if unit is None else integer_products(unit, of_torch)
+    other = products.matrix(blocks, None).multiply(torch.from_numpy(x.astype(np.float32)).to(of_torch))
+    np.testing.assert_array_equal(other.float().numpy(), together.astype(jnp.dtype(dtype)).astype(np.float32))
 
 
 @needs_units
@@ -198,15 +199,16 @@ def test_unsupported_uses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tpu:
         platform = "tpu"
 
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU, the device is a tpu: choose --device cpu"):
-        check_block_kernels(Tpu(), bfloat16, 1)
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs one device, got tp_size 2"):
-        check_block_kernels(cpu, bfloat16, 2)
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs --dtype bfloat16, got float32"):
-        check_block_kernels(cpu, float32, 1)
+    def missing(device: Any, dtype: jnp.dtype, tp_size: int = 1, *, rounded: bool = False) -> str:
+        found = missing_for_blocks(device, dtype, tp_size, rounded=rounded)
+        assert found is not None
+        return found
+
+    assert missing(Tpu(), bfloat16) == "a CPU, the device is a tpu: choose --device cpu"
+    assert missing(cpu, bfloat16, 2, rounded=True).startswith("one device, got tp_size 2")
+    assert missing(cpu, float32) == "--dtype bfloat16 or --cpu-activations int8, got float32"
     monkeypatch.setattr(vectors.config, "CPU_FEATURES", "+avx2")
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU with avx512_bf16"):
-        check_block_kernels(cpu, bfloat16, 1)
+    assert missing_for_blocks(cpu, float32, 1, rounded=True) is None
+    assert missing(cpu, bfloat16).startswith("a CPU with avx512_bf16, which this one has not")
     monkeypatch.setattr(block_kernels, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"keep_gguf_blocks needs numba, .*pip install -e '\.\[jax,cpu\]'"):
-        check_block_kernels(cpu, bfloat16, 1)
+    assert re.match(r"numba, .*pip install -e '\.\[jax,cpu\]'", missing(cpu, bfloat16, rounded=True))

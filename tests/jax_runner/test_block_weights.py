@@ -7,8 +7,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from gguf import GGMLQuantizationType
 from helpers.gguf_files import make_tiny_gguf
 from helpers.paged_model import PagedModel
@@ -19,6 +22,7 @@ from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.encoding import Q8, Encoding
 from sglang_jax.config import Dtype, EngineConfig
 from sglang_jax.cpu_kernels import vectors
+from sglang_jax.cpu_kernels.byte_units import best_unit
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product
 from sglang_jax.jax_runner.loading import load_rank
@@ -64,6 +68,28 @@ def test_a_model_with_blocks_has_the_same_logits_as_a_widened_one(
     assert model.program({0: 8}).as_text().count("custom_call @block_product_") == (9 if max_rows == 48 else 0)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_a_model_in_blocks_has_no_widened_copy(tied: bool, tmp_path: Path) -> None:
+    """Its matrices, the head and the table of embeddings take the bytes of the file; rows of the table are those of the
+    widened one, bit for bit; logits differ by what rounding activations to int8 costs. 378 tokens fill no
+    tiles."""
+    file = tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, tie_word_embeddings=tied, vocab_size=378)
+    widened = PagedModel(file, dtype="bfloat16", page_size=16)
+    in_blocks = partial(block_product, cache_folder=EngineConfig().cache_folder(), unit=best_unit())
+    blocks = PagedModel(file, dtype="bfloat16", page_size=16, block_products=in_blocks)
+    layers, weights = 2, 128 * (256 + 128 + 3 * 256)
+    held = sum(each.nbytes for each in jax.tree.leaves(nnx.state(blocks.model)))
+    tables = 384 if tied else 2 * 384
+    assert held == (layers * weights + tables * 128) * 20 // 32 + (2 * layers + 1) * 128 * 2
+    ids = jnp.array([0, 1, 15, 16, 17, 376, 377], jnp.int32)
+    np.testing.assert_array_equal(*(np.asarray(jax.jit(each.model.embedding)(ids)) for each in (blocks, widened)))
+    tokens = np.random.default_rng(0).integers(0, 378, (4, 50)).astype(np.int32)
+    steps = [{0: 40, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
+        assert found.shape == wanted.shape
+        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
 def test_no_blocks_are_kept_where_they_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="sglang_jax"):
         assert keeps_blocks(needed=2**20, room=2**23)
@@ -88,6 +114,7 @@ def options(folder: Path, **changes: object) -> EngineConfig:
         "model_path": str(folder),
         "dtype": Dtype.BFLOAT16,
         "keep_gguf_blocks": True,
+        "cpu_activations": "exact",
         "max_total_tokens": 640,
         "max_running_requests": 2,
         "chunked_prefill_size": 32,
@@ -122,9 +149,13 @@ def test_blocks_are_refused_for_checkpoints_and_machines_without_support(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0)
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs --dtype bfloat16, got float32"):
+    with pytest.raises(
+        ConfigError, match="keep_gguf_blocks needs --dtype bfloat16 or --cpu-activations int8, got float32"
+    ):
         load_rank(options(file, dtype=Dtype.FLOAT32), open_checkpoint(str(file)))
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
     monkeypatch.setattr(vectors, "supported", lambda: True)
-    with pytest.raises(ConfigError, match=r"keep_gguf_blocks: .*tensors is not a GGUF file with weights"):
+    with pytest.raises(
+        ConfigError, match=r"keep_gguf_blocks: .*tensors is not a GGUF file with Q4_0, Q4_1 or Q8_0 matrices"
+    ):
         load_rank(options(folder), open_checkpoint(str(folder)))

@@ -189,8 +189,8 @@ def test_devices_whose_sums_may_depend_on_the_batch_compute_shards(folder: Path)
     whole = replace(model, layers=(model.layers[0], replace(model.layers[1], mixer=mixer)))
     with pytest.raises(ConfigError, match="does not support tp_size 4: layer 1 cannot be divided into parts"):
         shards_on_jax(options(folder, **same, tp_size=4), whole)
-    for more in ({"kv_cache_dtype": "int8"}, {"keep_gguf_blocks": True}):
-        with pytest.raises(ConfigError, match=f"{next(iter(more))}.* does not support deterministic tp"):
+    for more in ({"kv_cache_dtype": "int8"}, {"keep_gguf_blocks": True}, {"cpu_activations": "int8"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(more))}.* not support deterministic tp"):
             shards_on_jax(options(folder, deterministic="tp", **more), model)
 
 

@@ -26,7 +26,8 @@ from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.encoding import Q4, Stored
 from sglang_jax.config import AttentionBackend, EngineConfig
 from sglang_jax.cpu_kernels import vectors
-from sglang_jax.cpu_kernels.block_layout import rounded_rows
+from sglang_jax.cpu_kernels.byte_units import UNITS
+from sglang_jax.cpu_kernels.integer_layout import rounded_rows
 from sglang_jax.cpu_kernels.vectors import supported
 from sglang_jax.errors import ConfigError
 from torch_backend import building
@@ -37,7 +38,7 @@ from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import matrix_by_size
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.layout import PackedLayout
-from torch_backend.layers.matrix import TwoFormMatrix
+from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, TwoFormMatrix
 from torch_backend.layers.matrix_by_size import MatrixBySize, MatrixShape, Product, set_limits
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
@@ -46,9 +47,12 @@ from torch_backend.weights import bytes_in_blocks, load_weights, weight_bytes
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
-needs_integers = pytest.mark.skipif(
-    not (supported() and supported(vectors.NEEDED_FOR_INTEGERS)), reason="kernels need a processor with avx512_vnni"
-)
+UNITS_HERE = [
+    pytest.param(number, dtype, id=f"{number}-{dtype}".replace("torch.", ""))
+    for number, unit in enumerate(UNITS)
+    for dtype in ((torch.bfloat16,), (torch.float32,), (torch.bfloat16, torch.float32), (torch.float32,))[number]
+    if unit.found()
+]
 needs_units = pytest.mark.skipif(not supported(), reason="kernels need a processor with avx512_bf16")
 
 
@@ -100,9 +104,8 @@ def test_products_are_rounded_once(kind: GGMLQuantizationType, rows: int, bias: 
 
 
 def check_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
-    assert found.dtype == torch.bfloat16
     assert found.shape == exact.shape
-    allowed = 0.51 * torch.finfo(torch.bfloat16).eps * exact.abs() + 1e-5 * (1 + exact.abs().max())
+    allowed = 0.51 * torch.finfo(found.dtype).eps * exact.abs() + 1e-5 * (1 + exact.abs().max())
     assert bool(((found.double() - exact).abs() <= allowed).all())
 
 
@@ -121,41 +124,38 @@ def test_a_product_is_batch_invariant(kind: GGMLQuantizationType, tmp_path: Path
         assert torch.equal(matrix.multiply_gated(x[first:last], Activation.SILU), gated[first:last])
 
 
-@needs_integers
-@every_kind
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_products_of_rows_rounded_to_int8(kind: GGMLQuantizationType, bias: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("unit", "dtype"), UNITS_HERE)
+def test_products_of_rows_rounded_to_int8(unit: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Against float64 products of the rounded rows, rounded once; with rows as they are, the error is about that of
-    rounding to 255 numbers. Bit for bit the same in any batch."""
-    blocks, _ = blocks_of(kind, 2080, 160, tmp_path)
+    rounding to 255 numbers. Bit for bit the same in any batch. With each group of instructions of this processor."""
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn((64, 160), generator=generator).bfloat16()
-    x[5, 32:64] = 0
-    offset = torch.randn(2080, generator=generator).bfloat16() if bias else None
-    weight = torch.from_numpy(blocks.widened()).double()
-    rounded = torch.from_numpy(rounded_rows(x.float().numpy())).double()
-    matrix = integer_products().matrix(blocks, offset)
-    exact = functional.linear(rounded, weight, None if offset is None else offset.double())
-    found = matrix.multiply(x)
-    check_rounded_once(found, exact)
-    gate, up = exact.chunk(2, dim=-1)
-    gated = matrix.multiply_gated(x, Activation.SILU)
-    error, size = (gated.double() - functional.silu(gate) * up).abs(), (functional.silu(gate) * up).abs()
-    # The errors of float32 sums whose terms cancel.
-    terms = 4 * torch.finfo(torch.float32).eps * functional.linear(rounded.abs(), weight.abs())
-    of_gate, of_up = terms.chunk(2, dim=-1)
-    of_sums = of_gate * up.abs() + of_up * functional.silu(gate).abs() + 1e-4
-    assert bool((error <= 1.02 * torch.finfo(torch.bfloat16).eps * size + of_sums).all())
-    for first, last in ((0, 1), (5, 7), (9, 12), (20, 24), (30, 39), (40, 57)):
-        assert torch.equal(matrix.multiply(x[first:last]), found[first:last])
-        assert torch.equal(matrix.multiply_gated(x[first:last], Activation.SILU), gated[first:last])
-    unrounded = functional.linear(x.double(), weight)
-    assert float((functional.linear(rounded, weight) - unrounded).norm() / unrounded.norm()) < 0.01
+    for kind, bias in zip(KINDS, (False, True, True), strict=True):
+        blocks, _ = blocks_of(kind, 2080, 160, tmp_path)
+        x = torch.randn((64, 160), generator=generator).to(dtype)
+        x[5, 32:64] = 0
+        offset = torch.randn(2080, generator=generator).to(dtype) if bias else None
+        weight = torch.from_numpy(blocks.widened()).double()
+        rounded = torch.from_numpy(rounded_rows(x.float().numpy())).double()
+        matrix = integer_products(unit, dtype).matrix(blocks, offset)
+        exact = functional.linear(rounded, weight, None if offset is None else offset.double())
+        found = matrix.multiply(x)
+        check_rounded_once(found, exact)
+        gate, up = exact.chunk(2, dim=-1)
+        gated = matrix.multiply_gated(x, Activation.SILU)
+        error, size = (gated.double() - functional.silu(gate) * up).abs(), (functional.silu(gate) * up).abs()
+        # The errors of float32 sums whose terms cancel.
+        terms = 4 * torch.finfo(torch.float32).eps * functional.linear(rounded.abs(), weight.abs())
+        of_gate, of_up = terms.chunk(2, dim=-1)
+        of_sums = of_gate * up.abs() + of_up * functional.silu(gate).abs() + (1e-4 if dtype is torch.bfloat16 else 1e-6)
+        assert bool((error <= 1.02 * torch.finfo(dtype).eps * size + of_sums).all())
+        for first, last in ((0, 1), (5, 7), (9, 12), (20, 24), (30, 39), (40, 57)):
+            assert torch.equal(matrix.multiply(x[first:last]), found[first:last])
+            assert torch.equal(matrix.multiply_gated(x[first:last], Activation.SILU), gated[first:last])
+        unrounded = functional.linear(x.double(), weight)
+        assert float((functional.linear(rounded, weight) - unrounded).norm() / unrounded.norm()) < 0.01
 
 
-@pytest.mark.parametrize(
-    "products", [pytest.param("exact", marks=needs_units), pytest.param("int8", marks=needs_integers)]
-)
+@pytest.mark.parametrize("products", [pytest.param("exact", marks=needs_units), "int8"])
 def test_nan_and_infinity_are_reported(products: str, tmp_path: Path) -> None:
     blocks, _ = blocks_of(GGMLQuantizationType.Q4_1, 16, 64, tmp_path)
     matrix = (block_products() if products == "exact" else integer_products()).matrix(blocks, None)
@@ -196,9 +196,31 @@ def test_a_model_with_blocks_has_the_logits_of_the_widened_one(tied: bool, tmp_p
             assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize(
-    "products", [pytest.param("exact", marks=needs_units), pytest.param("int8", marks=needs_integers)]
-)
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_a_model_in_blocks_has_no_widened_copy(tied: bool, tmp_path: Path) -> None:
+    """Its matrices, the head and the table of embeddings take the bytes of the file; rows of the table are those of the
+    widened one, bit for bit; logits differ by what rounding activations to int8 costs. 378 tokens fill no tiles."""
+    model = make_tiny_model("llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=tied, vocab_size=378)
+    tokenizer = make_tiny_tokenizer(tmp_path)
+    file = make_tiny_gguf(tmp_path / "model.gguf", model, tokenizer, kind=GGMLQuantizationType.Q4_1)
+    config = open_checkpoint(str(file)).config
+    widened = TorchPagedModel(file, dtype=torch.bfloat16, page_size=16)
+    blocks = TorchPagedModel(file, dtype=torch.bfloat16, page_size=16, block_matrices=integer_products())
+    assert not [each for each in blocks.model.modules() if isinstance(each, PlainMatrix)]
+    kept = {each: each.shape for each in blocks.model.modules() if isinstance(each, QuantisedMatrix)}
+    assert len(kept) == 4 * len(config.layers) + (1 if tied else 2)
+    norms = (2 * len(config.layers) + 1) * 128 * 2
+    assert weight_bytes(blocks.model) == sum(rows * width for rows, width in kept.values()) * 20 // 32 + norms
+    ids = torch.tensor([0, 1, 15, 16, 17, 376, 377], dtype=torch.int32)
+    assert torch.equal(blocks.model.embeddings[0](ids), widened.model.embeddings[0](ids))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 90)).astype(np.int32)
+    steps = [{0: 80, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
+        assert found.shape == wanted.shape
+        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("products", [pytest.param("exact", marks=needs_units), "int8"])
 def test_equal_results_with_blocks(products: str, tmp_path: Path) -> None:
     """Logits do not depend on the step, nor on 64 rows, the most that a kernel takes."""
     model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
@@ -279,9 +301,11 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
     file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
     plain = Kernels(NativeAttention(), AttentionBackend.NATIVE, NativeOperations(), NativeSampler())
     able = replace(plain, block_matrices=block_products())
+    rounding = replace(plain, block_matrices=integer_products())
 
-    def kept(asked: bool, folder: Path, kernels: Kernels) -> BlockMatrices | None:
-        config = EngineConfig(model_path=str(folder), keep_gguf_blocks=asked)
+    def kept(asked: bool, folder: Path, kernels: Kernels, **options: Any) -> BlockMatrices | None:
+        options = {"cpu_activations": "exact"} | options
+        config = EngineConfig(model_path=str(folder), keep_gguf_blocks=asked, **options)
 
         def build(**options: Any) -> Transformer:
             return TorchPagedModel(folder, dtype=torch.bfloat16, load=False, **options).model
@@ -293,8 +317,16 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
         assert kept(True, file, able) is able.block_matrices
         monkeypatch.setattr(building, "available_memory", lambda _: 2**20)
         assert kept(True, file, able) is None
-    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU with avx512_bf16"):
-        kept(True, file, plain)
+    for options in ({}, {"cpu_activations": "int8", "dtype": "float32"}, {"cpu_activations": "int8"}):
+        wanted = {"cpu_activations": "auto"} | options
+        assert kept(False, file, rounding, **wanted) is rounding.block_matrices
+        with pytest.raises(ConfigError, match="needs a CPU, numba, and activations in bfloat16"):
+            kept(not options, file, plain, **wanted)
+    assert kept(False, file, plain, cpu_activations="auto") is None
+    for other in ({"dtype": "float32"}, {"enable_deterministic_inference": True}, {"quantization": "int8"}):
+        assert kept(False, file, rounding, cpu_activations="auto", **other) is None
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
-    with pytest.raises(ConfigError, match="tensors is not a GGUF file with weights"):
-        kept(True, folder, able)
+    assert kept(False, folder, rounding, cpu_activations="auto") is None
+    for options in ({"cpu_activations": "int8"}, {"cpu_activations": "auto"}):
+        with pytest.raises(ConfigError, match="tensors is not a GGUF file with Q4_0, Q4_1 or Q8_0 matrices"):
+            kept(options == {"cpu_activations": "auto"}, folder, able, **options)

@@ -165,8 +165,8 @@ def test_shards_make_up_the_whole(size: int) -> None:
     parts = [load(CONFIG, rank, size)[0] for rank in range(size)]
     layer, layers = whole.decoder_layers[1], [part.decoder_layers[1] for part in parts]
 
-    vocabulary = torch.cat([part.embeddings[0].weight for part in parts])
-    assert torch.equal(vocabulary[:97], whole.embeddings[0].weight)
+    vocabulary = torch.cat([part.embeddings[0].matrix.weight for part in parts])
+    assert torch.equal(vocabulary[:97], whole.embeddings[0].matrix.weight)
     assert not vocabulary[97:].any()
     heads = torch.cat([part.head.linears[0].matrix.weight for part in parts])
     assert torch.equal(heads[:97], whole.head.linears[0].matrix.weight)

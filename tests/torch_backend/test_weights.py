@@ -62,7 +62,7 @@ def test_values_are_rounded_to_the_models_dtype(stored: str, dtype: torch.dtype,
     biases = [state[f"{prefix}.self_attn.{name}_proj.bias"] for name in "qkv"]
     gate_up = [state[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     for found, expected in (
-        (model.embeddings[0].weight, state["model.embed_tokens.weight"]),
+        (model.embeddings[0].matrix.weight, state["model.embed_tokens.weight"]),
         (model.head.linears[0].matrix.weight, state["lm_head.weight"]),
         (model.final_norm.weight, state["model.norm.weight"]),
         (layer.attention_norm.weight, state[f"{prefix}.input_layernorm.weight"]),
@@ -136,10 +136,9 @@ class TestPacking:
         model = build(config)
         load_weights(model, reader, config)
         held = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and not parameter.is_meta}
-        assert held == {"embeddings_of_shards.0.weight"}
-        assert [module.weight.is_meta for module in model.modules() if isinstance(module, PlainMatrix)].count(
-            False
-        ) == tied
+        assert held == {"embeddings_of_shards.0.matrix.weight"}
+        of_matrices = [each.weight.is_meta for each in model.modules() if isinstance(each, PlainMatrix)]
+        assert of_matrices.count(False) == 1 + tied  # the table, and a head that shares it
         both_layers = 2 * 4 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64)
         assert weight_bytes(model) == weight_bytes(build(config)) == both_layers + 4 * (2 * 384 * 64 + 64)
 

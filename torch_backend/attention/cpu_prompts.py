@@ -17,19 +17,26 @@ from torch_backend.cpu_kernels.prompt_attention import (
     supported_head_dim,
     tokens_of_item,
 )
+from torch_backend.cpu_kernels.prompt_tiles import Products
 from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.kv_pages import KVPages
 
 
 class CpuPrompts:
-    """Attention of sequences of several tokens in bfloat16, to be used by one thread at a time. A token's result does
-    not depend on the chunk that it is in, or on other sequences. `forms`: of all layers' heads, supported by `take`."""
+    """Attention of sequences of several tokens, to be used by one thread at a time. A token's result does not depend on
+    the chunk that it is in, or on other sequences. `dtype`, bfloat16 or float32, of queries, keys and values; `forms`:
+    of all layers' heads, supported by `take`; `products`: how blocks are multiplied, by default as this processor does
+    it best."""
 
-    def __init__(self, compiler: KernelCompiler, forms: Iterable[HeadForm]) -> None:
+    def __init__(
+        self, compiler: KernelCompiler, dtype: torch.dtype, forms: Iterable[HeadForm], products: Products | None = None
+    ) -> None:
+        own = products or Products.of(dtype.itemsize)
         self._launchers = {
-            form: Launcher(build_prompt_attention(compiler, form.head_dim, form.group), FIELDS) for form in forms
+            form: Launcher(build_prompt_attention(compiler, own, dtype.itemsize, form.head_dim, form.group), FIELDS)
+            for form in forms
         }
-        sizes = (each.slots * scratch_bytes(form.head_dim, form.group) for form, each in self._launchers.items())
+        sizes = (each.slots * scratch_bytes(own, form.head_dim, form.group) for form, each in self._launchers.items())
         self.scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8)
 
     @staticmethod
@@ -46,8 +53,7 @@ class CpuPrompts:
         batch: ForwardBatch,
         items: torch.Tensor,
     ) -> None:
-        """Writes the tokens of the sequences in `items` (see `items_of`), and no others. All are contiguous
-        bfloat16."""
+        """Writes the tokens of the sequences in `items` (see `items_of`), and no others. All are contiguous."""
         _, kv_heads, page_size, head_dim = kv.keys.shape
         launcher = self._launchers[HeadForm(head_dim, queries.shape[1] // kv_heads)]
         sinks = None if options.sinks is None else options.sinks.float().contiguous()

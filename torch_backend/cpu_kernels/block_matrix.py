@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from numba.core.errors import NumbaError
@@ -12,7 +12,8 @@ from torch.nn import functional
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.cpu_kernels import block_product
-from sglang_jax.cpu_kernels.block_layout import EXACT, INTEGER, random_blocks
+from sglang_jax.cpu_kernels.block_layout import EXACT, random_blocks, with_zeros
+from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.integer_product import build_integer_product
 from torch_backend.cpu_kernels.team import Launcher
@@ -22,19 +23,18 @@ logger = logging.getLogger(__name__)
 _ACTIVATIONS = {Activation.SILU: block_product.SILU, Activation.GELU_TANH: block_product.GELU_TANH}
 
 
-_BUILD: dict[str, Callable[[KernelCompiler, int, bool], CompiledKernel]] = {
-    EXACT.name: block_product.build_block_product,
-    INTEGER.name: build_integer_product,
-}
-
-
 class BlockProducts:
-    """The products of all matrices in blocks, each compiled at first use; to be used by one thread at a time. With
-    `int8_activations`, rows are rounded to int8, for matrices whose outputs are a multiple of 16."""
+    """The products of all matrices in blocks, each compiled at first use; to be used by one thread at a time.
 
-    def __init__(self, compiler: KernelCompiler, *, int8_activations: bool = False) -> None:
+    `unit`: an index of `byte_units.UNITS`: rows are rounded to int8 and multiplied by its instructions; None: rows are
+    multiplied as they are. `dtype`: of rows and results; with None as `unit`, bfloat16."""
+
+    def __init__(
+        self, compiler: KernelCompiler, *, unit: int | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.compiler = compiler
-        self.form = INTEGER if int8_activations else EXACT
+        self.unit, self.dtype = unit, dtype
+        self.form = EXACT if unit is None else UNITS[unit].form
         self._launchers: dict[tuple[Encoding, bool], Launcher] = {}
         self._scratch = torch.empty(0)
         self._found: dict[tuple[Encoding, bool], bool] = {}
@@ -44,6 +44,8 @@ class BlockProducts:
         logged."""
         key = encoding, gated
         if key not in self._found:
+            if self.unit is not None and not self._found:
+                logger.info("Matrices in blocks multiply activations rounded to int8, with %s", UNITS[self.unit].name)
             try:
                 self._found[key] = self._right(encoding, gated)
             except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError
@@ -58,19 +60,20 @@ class BlockProducts:
         blocks = random_blocks(encoding, outputs=256, inputs=96)
         weights = torch.from_numpy(blocks.widened())
         # Integers are multiplied without rounding the weights before.
-        weights = weights.double() if self.form is INTEGER else weights.bfloat16().double()
+        weights = weights.bfloat16().double() if self.unit is None else weights.double()
         generator = torch.Generator().manual_seed(0)
-        bias = torch.randn(256, generator=generator).bfloat16()
+        bias = torch.randn(256, generator=generator).to(self.dtype)
         matrix = self.matrix(blocks, bias)
         for rows in (1, 17):
-            x = torch.randn((rows, 96), generator=generator).bfloat16()
+            x = torch.randn((rows, 96), generator=generator).to(self.dtype)
             rounded = torch.from_numpy(self.form.rounded(x.float().numpy())).double()
             exact = functional.linear(rounded, weights, bias.double())
             found = matrix.multiply(x)
             if gated:
                 found, (gate, up) = matrix.multiply_gated(x, Activation.SILU), exact.chunk(2, dim=-1)
-                exact = functional.silu(gate).bfloat16().double() * up
-            allowed = 2 * torch.finfo(torch.bfloat16).eps * (1 + exact.abs().max())
+                exact = functional.silu(gate).to(self.dtype).double() * up
+            # At least the errors of float32 sums.
+            allowed = max(2 * torch.finfo(self.dtype).eps, 1e-5) * (1 + exact.abs().max())
             if not bool((found.double() - exact).abs().max() <= allowed):
                 logger.warning(
                     "Blocks of %d bits are dequantised: the kernel of their product computes wrong results on this "
@@ -82,11 +85,16 @@ class BlockProducts:
 
     @property
     def outputs_together(self) -> int:
-        """A divisor of the outputs of every matrix, and of half of them for a gated product."""
+        """Outputs that are computed together; other rows would be zeros."""
         return self.form.outputs
 
+    @property
+    def serves_all_rows(self) -> bool:
+        """Whether products are fast for many rows too, so that a matrix needs no other form."""
+        return self.unit is not None
+
     def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> BlockMatrix:
-        """Creates a matrix whose outputs, or half of them for a gated product, are a multiple of `outputs_together`."""
+        """Creates a matrix. Half of its outputs are a multiple of `outputs_together` for a gated product."""
         self._reserve(blocks.shape[1])
         return BlockMatrix(self, blocks, bias)
 
@@ -97,7 +105,7 @@ class BlockProducts:
         launcher = self.launcher(matrix.encoding, activation is not None)
         launcher(
             matrix.levels.numel() * rows,
-            -(-outputs // (self.form.outputs * self.form.tiles)),
+            self.form.items(rows, outputs),
             x.data_ptr(),
             matrix.levels.data_ptr(),
             matrix.scales.data_ptr(),
@@ -115,9 +123,14 @@ class BlockProducts:
     def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
         key = encoding, gated
         if key not in self._launchers:
-            kernel = _BUILD[self.form.name](self.compiler, encoding.bits, gated)
-            self._launchers[key] = Launcher(kernel, block_product.FIELDS)
+            self._launchers[key] = Launcher(self._kernel(encoding.bits, gated), block_product.FIELDS)
         return self._launchers[key]
+
+    def _kernel(self, bits: int, gated: bool) -> CompiledKernel:
+        if self.unit is None:
+            return block_product.build_block_product(self.compiler, bits, gated)
+        size = self.dtype.itemsize
+        return build_integer_product(self.compiler, self.unit, bits, gated, width=size, output_width=size)
 
     def _reserve(self, inputs: int) -> None:
         """Allocates scratch for every thread to multiply by a matrix with this many inputs."""
@@ -127,16 +140,18 @@ class BlockProducts:
 
 
 class BlockMatrix:
-    """A matrix `[outputs, inputs]` of quantised values, with the bias of its product, for at most `LARGEST` rows of
-    bfloat16. Weights are rounded to bfloat16 in registers, to the same bits as in the widened matrix, or rows to int8;
-    sums are float32, in an order that does not depend on the number of rows."""
+    """A matrix `[outputs, inputs]` of quantised values, with the bias of its product. Weights are rounded to bfloat16
+    in registers, to the same bits as in the widened matrix, or rows to int8; sums are float32, in an order that does
+    not depend on the number of rows."""
 
     def __init__(self, products: BlockProducts, blocks: Stored, bias: torch.Tensor | None) -> None:
         self.encoding = blocks.encoding
         self.outputs, self.inputs = blocks.shape
-        packed = products.form.pack(blocks)
+        missing = -self.outputs % products.form.outputs
+        packed = products.form.pack(blocks.of_rows(partial(with_zeros, missing)))
+        self.bias = None if bias is None else functional.pad(bias, (0, missing))
+        self._computed = self.outputs + missing
         self.levels, self.scales = torch.from_numpy(packed.levels), torch.from_numpy(packed.scales)
-        self.bias = bias
         self._products = products
 
     @property
@@ -145,8 +160,23 @@ class BlockMatrix:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
-        return self._products.run(self, x.contiguous(), None, x.new_empty((len(x), self.outputs)))
+        computed = self._products.run(self, x.contiguous(), None, x.new_empty((len(x), self._computed)))
+        return computed[:, : self.outputs]
 
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """For a matrix of gate and up, in this order: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         return self._products.run(self, x.contiguous(), activation, x.new_empty((len(x), self.outputs // 2)))
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Dequantised rows `[T]` of a matrix in a layout of integers, `[T, inputs]` in the dtype of products."""
+        tile, lane = numbers // self._products.form.outputs, numbers % self._products.form.outputs
+        levels, zero = self.levels[tile, :, :, lane], self._products.form.zero
+        if self.bits == 4:
+            values = torch.stack((levels & 15, levels >> 4), dim=3).float()
+        else:
+            values = levels.float() - zero if zero else levels.view(torch.int8).float()
+        scale, *least = self.scales[tile, :, :, lane].float().unbind(2)
+        values = values.flatten(2) * scale[..., None]
+        if least:
+            values = values + least[0][..., None]
+        return values.flatten(1).to(self._products.dtype)

@@ -1,34 +1,47 @@
-"""Attention of prompts over paged keys and values in bfloat16: blocks of queries and keys as two products with float32
-sums and an online softmax (Milakov and Gimelshein 2018; Dao 2023), on the CPU's bfloat16 units.
+"""Attention of prompts over paged keys and values in bfloat16 or float32: blocks of queries and keys as two products
+with float32 sums and an online softmax (Milakov and Gimelshein 2018; Dao 2023), on the CPU's bfloat16 units if it has
+these, and else in float32.
 
 An item is some tokens of a sequence with all query heads of a kv head, for which keys and values are laid out once.
 Blocks of keys start at multiples of `KEYS` in any chunk, blocks that no query of an item sees are skipped, and rows are
-independent: a query has the same result, bit for bit, in any chunk and batch. Weights are rounded to bfloat16 before
-products and sums.
+independent: a query has the same result, bit for bit, in any chunk and batch. For the units, weights are rounded to
+bfloat16 before products and sums.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba import njit
 
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from sglang_jax.cpu_kernels.language import elements, exponential, float_field, floats, integers, load, store, take
+from sglang_jax.cpu_kernels.language import (
+    elements,
+    exponential,
+    float_field,
+    floats,
+    integers,
+    load,
+    store,
+    take,
+)
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 from torch_backend.cpu_kernels.prompt_tiles import (
     LANES,
+    PAIRS,
     ROWS,
+    Products,
     clear_bytes,
     copy_bytes,
     largest_of,
     multiply_rows,
-    pair_keys,
     pair_values,
-    round_weights,
+    sum_weights,
+    transpose_words,
 )
 
 FIELDS = "qqqqqqqqqqqqqqqdd"
@@ -43,12 +56,14 @@ KEYS = 64
 MAX_ROWS = 192
 """Queries of an item: tokens times heads."""
 
+_PAIR = PAIRS.packed
+
 # The functions below are inlined into the kernel, so that sizes are constants there.
 _part: Callable[[Any], Any] = njit(inline="always")
 
 
 def supported_head_dim(head_dim: int) -> bool:
-    """Whether pairs of a head fill vectors."""
+    """Whether a head fills vectors, of pairs too."""
     return head_dim % (2 * LANES) == 0
 
 
@@ -61,25 +76,55 @@ def _rows_of_item(group: int) -> int:
     return -(-tokens_of_item(group) * group // ROWS) * ROWS
 
 
-def scratch_bytes(head_dim: int, group: int) -> int:
-    """Scratch bytes of each thread: queries; sums of values; paired keys; paired values; keys in their original order;
-    scores; weights; the largest score and the sum of weights of each row."""
-    rows = _rows_of_item(group)
-    keys = 2 * KEYS * head_dim
-    return rows * head_dim * 6 + 3 * keys + ROWS * KEYS * 6 + rows * 8
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Offsets in a thread's scratch memory, where queries are at 0: of the sums of values; of keys and values as
+    products take them, and as they were in pages; of scores; of weights; of the largest score and the sum of weights of
+    each row; of the end. Only pairs need another place for values in pages, and for weights than for scores."""
+
+    sums: int
+    keys: int
+    values: int
+    staged_keys: int
+    staged_values: int
+    scores: int
+    weights: int
+    largest: int
+    totals: int
+    end: int
+
+    @classmethod
+    def of(cls, products: Products, head_dim: int, group: int) -> _Scratch:
+        pairs = products.packed == _PAIR
+        rows, words = _rows_of_item(group), head_dim // products.packed
+        sums = 4 * rows * words
+        keys = sums + 4 * rows * head_dim
+        values = keys + 4 * KEYS * words
+        staged = values + 4 * KEYS * words
+        scores = staged + 4 * KEYS * words
+        weights = scores + 4 * ROWS * KEYS if pairs else scores
+        largest = weights + 4 * ROWS * KEYS // products.packed
+        totals = largest + 4 * rows
+        staged_values = staged if pairs else values
+        return cls(sums, keys, values, staged, staged_values, scores, weights, largest, totals, totals + 4 * rows)
 
 
-def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) -> CompiledKernel:
-    """Builds the kernel for bfloat16, heads of `head_dim`, a multiple of 32, and `group` query heads to a kv head."""
-    head_bytes, pairs = 2 * head_dim, head_dim // 2
-    most_rows, key_bytes = _rows_of_item(group), 2 * KEYS * head_dim
-    own_bytes = scratch_bytes(head_dim, group)
-    sums_at = most_rows * head_bytes
-    keys_at = sums_at + most_rows * head_dim * 4
-    values_at, staged_at, scores_at = keys_at + key_bytes, keys_at + 2 * key_bytes, keys_at + 3 * key_bytes
-    weights_at = scores_at + ROWS * KEYS * 4
-    largest_at = weights_at + ROWS * KEYS * 2
-    totals_at = largest_at + most_rows * 4
+def scratch_bytes(products: Products, head_dim: int, group: int) -> int:
+    """Scratch bytes of each thread."""
+    return _Scratch.of(products, head_dim, group).end
+
+
+def build_prompt_attention(
+    compiler: KernelCompiler, products: Products, width: int, head_dim: int, group: int
+) -> CompiledKernel:
+    """Builds the kernel for queries, keys and values of `width` bytes, 2 (bfloat16) or 4 (float32), heads of
+    `head_dim`, a multiple of 32, and `group` query heads to a kv head."""
+    packed, lanes, vectors = products.packed, products.lanes, products.vectors
+    head_bytes, word_bytes, weight_bytes = width * head_dim, 4 * head_dim // packed, 4 * KEYS // packed
+    places = _Scratch.of(products, head_dim, group)
+    sums_at, keys_at, values_at, scores_at = places.sums, places.keys, places.values, places.scores
+    staged_keys_at, staged_values_at, weights_at = places.staged_keys, places.staged_values, places.weights
+    largest_at, totals_at, own_bytes = places.largest, places.totals, places.end
 
     def kernel(work):
         kv_heads, page_size, window = work[FIRST_FIELD + 12], work[FIRST_FIELD + 13], work[FIRST_FIELD + 14]
@@ -102,72 +147,64 @@ def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) 
             last = first + tokens
             begin = max(0, first - window + 1) if window > 0 else 0
             pages = integers(work[FIRST_FIELD + 4] + sequence * work[FIRST_FIELD + 11] * 4)
+            page_bytes, in_page = kv_heads * page_size * head_bytes, kv_head * page_size * head_bytes
             rows = tokens * group
             strips = (rows + ROWS - 1) // ROWS
 
-            clear_bytes(own, strips * ROWS * head_bytes)
+            clear_bytes(own, strips * ROWS * word_bytes)
             clear_bytes(own + sums_at, strips * ROWS * head_dim * 4)
             for i in range(tokens):
                 place = ((start + token + i) * kv_heads + kv_head) * group * head_bytes
-                copy_bytes(own + i * group * head_bytes, work[FIRST_FIELD] + place, group * head_bytes)
-            for row in range(rows):
-                if work[FIRST_FIELD + 7] != 0:
-                    sink = load(floats(work[FIRST_FIELD + 7]), kv_head * group + row % group)
-                    store(largest, row, sink)
-                    store(totals, row, np.float32(1))
-                else:
-                    store(largest, row, np.float32(-np.inf))
-                    store(totals, row, np.float32(0))
+                _copy(own + i * group * word_bytes, work[FIRST_FIELD] + place, group * head_dim, width, packed)
+            _start_softmax(largest, totals, rows, work[FIRST_FIELD + 7], kv_head, group)
 
             block = begin // KEYS * KEYS
             while block < last:
                 low, high = max(begin - block, 0), min(KEYS, last - block)
-                staged, lines = own + staged_at, kv_heads * page_size
-                own_lines = kv_head * page_size  # the offset of the head's keys in a page
-                _stage(staged, work[FIRST_FIELD + 1], pages, block, low, high, lines, own_lines, page_size, head_bytes)
-                for key in range(0, KEYS, LANES):
-                    pair_keys(staged + key * head_bytes, head_bytes, own + keys_at + key * 4, 4 * KEYS, pairs)
-                _stage(staged, work[FIRST_FIELD + 2], pages, block, low, high, lines, own_lines, page_size, head_bytes)
-                for key in range(0, KEYS, 2):
-                    source = staged + key * head_bytes
-                    pair_values(source, source + head_bytes, own + values_at + key * head_bytes, head_dim)
+                staged, source = own + staged_keys_at, work[FIRST_FIELD + 1] + in_page
+                _stage(staged, source, pages, block, low, high, page_bytes, page_size, head_dim, width, packed)
+                for key in range(0, KEYS, lanes):
+                    column = own + keys_at + 4 * key
+                    transpose_words(lanes, staged + key * word_bytes, word_bytes, column, 4 * KEYS, head_dim // packed)
+                staged, source = own + staged_values_at, work[FIRST_FIELD + 2] + in_page
+                _stage(staged, source, pages, block, low, high, page_bytes, page_size, head_dim, width, packed)
+                if packed == _PAIR:
+                    for key in range(0, KEYS, 2):
+                        at = staged + key * word_bytes
+                        pair_values(at, at + word_bytes, own + values_at + key * word_bytes, head_dim)
                 # Strips whose last query is before the block see none of its keys; nor do those whose windows start
                 # after it.
                 for strip in range(max(block - first, 0) * group // ROWS, strips):
                     row = strip * ROWS
                     if window > 0 and block + KEYS <= first + row // group - window + 1:
                         continue
-                    queries = own + row * head_bytes
-                    multiply_rows(4, 0, pairs, queries, head_bytes, own + keys_at, 4 * KEYS, own + scores_at, 4 * KEYS)
-                    for each in range(ROWS):
-                        seen_to = min(first + (row + each) // group + 1 - block, KEYS)
-                        seen_from = max(first + (row + each) // group - window + 1 - block, 0) if window > 0 else 0
-                        weights = own + weights_at + each * KEYS * 2
-                        if row + each < rows and seen_from < seen_to:
-                            sums = floats(own + sums_at + (row + each) * head_dim * 4)
-                            _weigh(
-                                own + scores_at + each * KEYS * 4,
-                                weights,
-                                seen_from,
-                                seen_to,
-                                scale,
-                                soft_cap,
-                                largest,
-                                totals,
-                                row + each,
-                                sums,
-                                head_dim,
-                            )
+                    queries, weights = own + row * word_bytes, own + weights_at
+                    _multiply(0, queries, head_dim, own + keys_at, KEYS, own + scores_at, packed, lanes, vectors)
+                    for each in range(row, row + ROWS):
+                        seen_to = min(first + each // group + 1 - block, KEYS)
+                        seen_from = max(first + each // group - window + 1 - block, 0) if window > 0 else 0
+                        of_row = weights + (each - row) * weight_bytes
+                        if each < rows and seen_from < seen_to:
+                            scores = own + scores_at + 4 * KEYS * (each - row)
+                            top, fading = _weigh(scores, seen_from, seen_to, scale, soft_cap, load(largest, each))
+                            store(largest, each, top)
+                            total = load(totals, each) * fading + sum_weights(packed, scores, of_row, 2)
+                            store(totals, each, total)
+                            if fading != 1:
+                                sums = floats(own + sums_at + 4 * head_dim * each)
+                                for k in range(head_dim):
+                                    store(sums, k, load(sums, k) * fading)
                         else:
-                            clear_bytes(weights, KEYS * 2)
-                    _add(own + weights_at, own + values_at, own + sums_at + row * head_dim * 4, head_dim)
+                            clear_bytes(of_row, weight_bytes)
+                    of_strip = own + sums_at + 4 * head_dim * row
+                    _multiply(1, weights, KEYS, own + values_at, head_dim, of_strip, packed, lanes, vectors)
                 block += KEYS
 
             for i in range(tokens):
                 place = ((start + token + i) * kv_heads + kv_head) * group * head_bytes
                 for head in range(group):
                     row = i * group + head
-                    output = elements(work[FIRST_FIELD + 3] + place + head * head_bytes, 2)
+                    output = elements(work[FIRST_FIELD + 3] + place + head * head_bytes, width)
                     sums = floats(own + sums_at + row * head_dim * 4)
                     whole = np.float32(1) / load(totals, row)
                     for k in range(head_dim):
@@ -177,23 +214,63 @@ def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) 
 
 
 @_part
-def _stage(target, source, pages, block, low, high, lines, own_lines, page_size, head_bytes):
-    """Copies keys `low` to `high` of a block from pages of `lines` keys; others become 0: no query sees them, and they
-    may belong to other rows."""
-    clear_bytes(target, low * head_bytes)
-    clear_bytes(target + high * head_bytes, (KEYS - high) * head_bytes)
+def _copy(target, source, count, width, packed):
+    """Copies values to words: pairs as they are, others as float32."""
+    if packed == _PAIR:
+        copy_bytes(target, source, count * width)
+    else:
+        given, found = elements(source, width), floats(target)
+        for i in range(count):
+            store(found, i, load(given, i))
+
+
+@_part
+def _start_softmax(largest, totals, rows, sinks, kv_head, group):
+    """Initialises the softmax; a sink is a key without a value."""
+    for row in range(rows):
+        if sinks != 0:
+            store(largest, row, load(floats(sinks), kv_head * group + row % group))
+            store(totals, row, np.float32(1))
+        else:
+            store(largest, row, np.float32(-np.inf))
+            store(totals, row, np.float32(0))
+
+
+@_part
+def _stage(target, source, pages, block, low, high, page_bytes, page_size, head_dim, width, packed):
+    """Copies keys `low` to `high` of a block from pages to words; others become 0: no query sees them, and they may
+    belong to other rows. `source`: the first key of the head in page 0."""
+    word_bytes = 4 * head_dim // packed
+    clear_bytes(target, low * word_bytes)
+    clear_bytes(target + high * word_bytes, (KEYS - high) * word_bytes)
     key = low
     while key < high:
         offset = (block + key) % page_size
         run = min(page_size - offset, high - key)
-        place = load(pages, (block + key) // page_size) * lines + own_lines + offset
-        copy_bytes(target + key * head_bytes, source + place * head_bytes, run * head_bytes)
+        place = source + load(pages, (block + key) // page_size) * page_bytes + offset * head_dim * width
+        _copy(target + key * word_bytes, place, run * head_dim, width, packed)
         key += run
 
 
 @_part
-def _weigh(address, weights, seen_from, seen_to, scale, soft_cap, largest, totals, row, sums, head_dim):
-    """Turns a row's scores of a block into weights, and rescales earlier sums to the same largest score."""
+def _multiply(adds, rows, values, columns, count, sums, packed, lanes, vectors):
+    """Products of the `values` of each row of a strip and `count` columns: see `multiply_rows`."""
+    words, stride = values // packed, 4 * count
+    column = 0
+    while column + vectors * lanes <= count:
+        at, to = columns + 4 * column, sums + 4 * column
+        multiply_rows(packed, lanes, vectors, adds, words, rows, 4 * words, at, stride, to, stride)
+        column += vectors * lanes
+    while column < count:
+        at, to = columns + 4 * column, sums + 4 * column
+        multiply_rows(packed, lanes, 2, adds, words, rows, 4 * words, at, stride, to, stride)
+        column += 2 * lanes
+
+
+@_part
+def _weigh(address, seen_from, seen_to, scale, soft_cap, before):
+    """Turns a row's scores of a block into weights. Returns the largest score so far, which was `before`, and by what
+    this multiplies earlier weights."""
     scores = floats(address)
     masked = seen_from > 0 or seen_to < KEYS
     for i in range(KEYS):
@@ -205,7 +282,6 @@ def _weigh(address, weights, seen_from, seen_to, scale, soft_cap, largest, total
         for i in range(KEYS):
             if i < seen_from or i >= seen_to:
                 store(scores, i, np.float32(-np.inf))
-    before = load(largest, row)
     top = max(before, largest_of(address, 4))
     for i in range(KEYS):
         store(scores, i, exponential(load(scores, i) - top))
@@ -213,27 +289,4 @@ def _weigh(address, weights, seen_from, seen_to, scale, soft_cap, largest, total
         for i in range(KEYS):
             if i < seen_from or i >= seen_to:
                 store(scores, i, np.float32(0))
-    total = round_weights(address, weights, 2)
-    if top != before:
-        fading = exponential(before - top)
-        store(largest, row, top)
-        total += load(totals, row) * fading
-        for k in range(head_dim):
-            store(sums, k, load(sums, k) * fading)
-    else:
-        total += load(totals, row)
-    store(totals, row, total)
-
-
-@_part
-def _add(weights, values, sums, head_dim):
-    """Adds the products of a strip's weights with a block's values to its sums."""
-    column = 0
-    while column + 4 * LANES <= head_dim:
-        at = column * 4
-        multiply_rows(4, 1, KEYS // 2, weights, KEYS * 2, values + at, 4 * head_dim, sums + at, 4 * head_dim)
-        column += 4 * LANES
-    while column < head_dim:
-        at = column * 4
-        multiply_rows(2, 1, KEYS // 2, weights, KEYS * 2, values + at, 4 * head_dim, sums + at, 4 * head_dim)
-        column += 2 * LANES
+    return top, exponential(before - top) if top != before else np.float32(1)

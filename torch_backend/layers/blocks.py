@@ -26,13 +26,23 @@ class BlockedMatrix(Protocol):
         """For a matrix of gate and up, in this order: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         ...
 
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Dequantised rows `[T]` of a matrix that serves all rows, `[T, inputs]` in the dtype of products."""
+        ...
+
 
 class BlockMatrices(Protocol):
     """Creates matrices from blocks, with kernels for this machine."""
 
     @property
     def outputs_together(self) -> int:
-        """A divisor of the outputs of every matrix, and of half of them if it is gate and up."""
+        """Outputs that are computed together. They divide half of the outputs of a matrix that is gate and up, and
+        should divide those of others, which are filled up with zeros."""
+        ...
+
+    @property
+    def serves_all_rows(self) -> bool:
+        """Whether products are fast for many rows too, so that a matrix needs no other form."""
         ...
 
     def work(self, encoding: Encoding, *, gated: bool) -> bool:
@@ -40,5 +50,5 @@ class BlockMatrices(Protocol):
         ...
 
     def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> BlockedMatrix:
-        """Returns a matrix with a multiple of `outputs_together` outputs."""
+        """Returns a matrix for kernels."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import partial
 from typing import Protocol
 
@@ -65,10 +66,10 @@ class PackedLayout:
                 ", ".join(f"{form.outputs}x{form.inputs} {limit}" for form, limit in set_limits(self.products).items()),
             )
 
-    def use_blocks(self, rows: int) -> None:
-        """Uses blocks for at most `rows` rows, without measuring: then results do not depend on a clock."""
+    def use_blocks(self) -> None:
+        """Uses blocks for every step, without measuring: then results do not depend on a clock."""
         for product in self.products:
-            product.limit = rows
+            product.limit = sys.maxsize
 
     def _by_size(self, matrix: TwoFormMatrix, small_batch: Product, large_batch: Product, *, gated: bool) -> Product:
         outputs, inputs = matrix.weight.shape

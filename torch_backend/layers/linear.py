@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.cpu_kernels.block_layout import LARGEST
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.layout import Layout
-from torch_backend.layers.matrix import PlainMatrix, TwoFormMatrix, matrix_for
+from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, TwoFormMatrix, matrix_for
 from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.part import PartOptions
-from torch_backend.layers.row_tiles import RowParts
 
 
 class Linear(nn.Module):
@@ -45,9 +44,8 @@ class Linear(nn.Module):
     def fix_rows(self, fixed: FixedRows) -> None:
         """Makes the results of a loaded matrix independent of the number of rows."""
         matrix = self.matrix
-        if isinstance(matrix, TwoFormMatrix):
+        if isinstance(matrix, TwoFormMatrix | QuantisedMatrix):
             # Kernels of blocks have one order of sums, and serve every step (`PackedLayout.use_blocks`).
-            self._product = RowParts(self._product, LARGEST)
             return
         fixed.use(matrix)
         kind = type(self), type(matrix), matrix.shape, matrix.bias is None
@@ -72,6 +70,8 @@ class GatedLinear(Linear):
         self._activation = activation
         self._activate = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
         self._product = self._in_two_steps
+        if isinstance(self.matrix, QuantisedMatrix):
+            self._product = partial(self.matrix.multiply_gated, activation=activation)
 
     def _in_two_steps(self, x: torch.Tensor) -> torch.Tensor:
         return self._activate(self.matrix.multiply(x))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
 from sglang_jax.checkpoint.reader import Role
@@ -32,6 +34,10 @@ class PlainMatrix(Loadable):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
         return self.product(x, self.weight, self.bias)
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows `[T]` of the weight, `[T, inputs]`."""
+        return functional.embedding(numbers, self.weight)
 
     def release(self) -> None:
         """Releases the weight after it was copied to another layout."""
@@ -68,9 +74,78 @@ class ScaledMatrix(Loadable):
         return self.product(x, self.values, self.scales, self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """A checkpoint's quantised blocks of a matrix `[outputs, inputs]`, as parameters of its `module`: loaded as stored,
+    values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`."""
+
+    module: Loadable
+    encoding: Encoding
+    matrices: BlockMatrices
+
+    def declare(self, inputs: int, outputs: int, parts: Sequence[Part]) -> None:
+        encoding, module = self.encoding, self.module
+        assert encoding.block is not None
+        blocks = (outputs, inputs // encoding.block)
+        values = (*blocks, encoding.block * encoding.bits // 8)
+        for role in encoding.roles:
+            shape = values if role is Role.VALUES else blocks
+            dtype = _BLOCK_VALUES[encoding.values] if role is Role.VALUES else torch.float16
+            module.register_parameter(role.value, module.declare(role.value, shape, dtype, *parts, role=role))
+
+    def take(self, bias: torch.Tensor | None) -> BlockedMatrix:
+        """Converts the loaded blocks to the form of the kernels, and releases the loaded arrays."""
+        arrays = {role: self.module.get_parameter(role.value) for role in self.encoding.roles}
+        blocks = Stored(self.encoding, {role: array.numpy() for role, array in arrays.items()})
+        matrix = self.matrices.matrix(blocks, bias)
+        for role, array in arrays.items():
+            self.module.register_parameter(role.value, drop_value(array))
+        return matrix
+
+
+class QuantisedMatrix(Loadable):
+    """A matrix in quantised blocks, whose kernels serve steps of any number of rows, and an optional bias of its
+    product."""
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        inputs: int,
+        outputs: int,
+        parts: Sequence[Part],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        matrices: BlockMatrices,
+    ) -> None:
+        super().__init__()
+        self.encoding, self.shape, self.dtype = encoding, (outputs, inputs), dtype
+        self._stored = StoredBlocks(self, encoding, matrices)
+        self._stored.declare(inputs, outputs, parts)
+        self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=ParameterKind.BIAS) if bias else None
+        self._packed: BlockedMatrix | None = None
+
+    def pack(self) -> None:
+        """Converts the loaded blocks to the form of the kernels, before the first product."""
+        self._packed = self._stored.take(self.bias)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._packed is not None
+        return self._packed.multiply(x)
+
+    def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """See `BlockedMatrix`."""
+        assert self._packed is not None
+        return self._packed.multiply_gated(x, activation)
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """See `PlainMatrix.rows`."""
+        assert self._packed is not None
+        return self._packed.rows(numbers)
+
+
 class TwoFormMatrix(PlainMatrix):
-    """The same matrix twice: plain values, and a checkpoint's quantised blocks for steps with few rows, loaded as
-    stored: values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`."""
+    """The same matrix twice: plain values, and a checkpoint's quantised blocks for steps with few rows."""
 
     def __init__(
         self,
@@ -84,30 +159,22 @@ class TwoFormMatrix(PlainMatrix):
         matrices: BlockMatrices,
     ) -> None:
         super().__init__(inputs, outputs, parts, bias=bias, dtype=dtype)
-        assert encoding.block is not None
         self.encoding = encoding
-        self._matrices = matrices
-        blocks = (outputs, inputs // encoding.block)
-        values = (*blocks, encoding.block * encoding.bits // 8)
-        self.values = self.declare("values", values, _BLOCK_VALUES[encoding.values], *parts, role=Role.VALUES)
-        for role in encoding.roles[1:]:
-            self.register_parameter(role.value, self.declare(role.value, blocks, torch.float16, *parts, role=role))
+        self._stored = StoredBlocks(self, encoding, matrices)
+        self._stored.declare(inputs, outputs, parts)
 
     def take_blocks(self) -> BlockedMatrix:
-        """Converts the loaded blocks to the form of the kernels, and releases the loaded arrays."""
-        arrays = {role: self.get_parameter(role.value) for role in self.encoding.roles}
-        blocks = Stored(self.encoding, {role: array.numpy() for role, array in arrays.items()})
-        matrix = self._matrices.matrix(blocks, self.bias)
-        for role, array in arrays.items():
-            self.register_parameter(role.value, drop_value(array))
-        return matrix
+        """See `StoredBlocks.take`."""
+        return self._stored.take(self.bias)
 
 
-def matrix_for(
-    inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool
-) -> PlainMatrix | ScaledMatrix:
-    """Creates a matrix without values, of the class for the encoding of its `parts`. A matrix in blocks is also widened
-    to the dtype of products, or only widened if no kernel reads its blocks."""
+AnyMatrix = PlainMatrix | ScaledMatrix | QuantisedMatrix
+
+
+def matrix_for(inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool) -> AnyMatrix:
+    """Creates a matrix without values, of the class for the encoding of its `parts`. A matrix in blocks stays in blocks
+    if kernels serve all steps; it is also widened to the dtype of products if they only serve few rows, or only widened
+    if no kernel reads its blocks."""
     encoding, dtype = options.encoding_of(*parts), options.dtype
     if encoding is None:
         return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
@@ -116,7 +183,19 @@ def matrix_for(
     matrices, gated = options.block_matrices, parts[0] is Part.GATE
     if matrices is None:
         return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
-    whole = not (inputs % encoding.block or outputs % (matrices.outputs_together * (2 if gated else 1)))
-    if not whole or not matrices.work(encoding, gated=gated):
+    together = matrices.outputs_together * (2 if gated else 1)
+    fits = not inputs % encoding.block and (not outputs % together or (matrices.serves_all_rows and not gated))
+    if not fits or not matrices.work(encoding, gated=gated):
         return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
-    return TwoFormMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype, matrices=matrices)
+    form = QuantisedMatrix if matrices.serves_all_rows else TwoFormMatrix
+    return form(encoding, inputs, outputs, parts, bias=bias, dtype=dtype, matrices=matrices)
+
+
+def table_for(rows: int, width: int, part: Part, options: PartOptions) -> PlainMatrix | QuantisedMatrix:
+    """Creates a matrix `[rows, width]` without values whose rows are looked up: in blocks if kernels serve it too, else
+    plain."""
+    if options.block_matrices is not None and options.block_matrices.serves_all_rows:
+        found = matrix_for(width, rows, (part,), options, bias=False)
+        if isinstance(found, QuantisedMatrix):
+            return found
+    return PlainMatrix(width, rows, (part,), bias=False, dtype=options.dtype)

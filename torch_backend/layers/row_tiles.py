@@ -37,20 +37,6 @@ class RowTiles:
         return torch.cat(found)[:rows] if found else self.product(x)
 
 
-@dataclass(frozen=True, slots=True)
-class RowParts:
-    """A product that gives a row the same bits among any number of rows, of which it takes `most` at once."""
-
-    product: Callable[[torch.Tensor], torch.Tensor]
-    most: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [T, ...]` → `[T, ...]`."""
-        if len(x) <= self.most:
-            return self.product(x)
-        return torch.cat([self.product(part) for part in torch.split(x, self.most)])
-
-
 def sizes_of_tiles(product: Callable[[torch.Tensor], torch.Tensor], inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Sizes of tiles in which a row's result depends neither on its place nor on the size: both `TILE_ROWS` if they
     give the same bits, else the smaller one, else single rows. Tried with random rows."""

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
-from sglang_jax.cpu_kernels.block_layout import LARGEST
 from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
@@ -24,9 +22,8 @@ from torch_backend.layers.experts import Experts, SharedExpert
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.layout import Layout, PackedLayout
 from torch_backend.layers.linear import Linear
-from torch_backend.layers.matrix import PlainMatrix
+from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, table_for
 from torch_backend.layers.norm import Norm
-from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
 from torch_backend.layers.shard import ModelShard
 from torch_backend.layers.shards import TreeSums, of_shard
@@ -38,22 +35,22 @@ from torch_backend.recurrent.native import NativeStates
 from torch_backend.rotary import NoRotation, RotaryTables
 
 
-class Embedding(Loadable):
+class Embedding(nn.Module):
     """Rows of a table `[vocab, hidden]`, of which each shard has a range."""
 
-    def __init__(self, hidden_size: int, shard: ModelShard, dtype: torch.dtype) -> None:
+    def __init__(self, shard: ModelShard, options: PartOptions) -> None:
         super().__init__()
-        self.weight = self.declare("weight", (shard.vocabulary_rows, hidden_size), dtype, Part.EMBEDDING)
+        self.matrix = table_for(shard.vocabulary_rows, options.hidden_size, Part.EMBEDDING, options)
+        of_shard(self.matrix, shard)
         self.shard = shard
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int32 `[T]`, all within the vocabulary → this shard's part of `[T, hidden]`, to be summed over shards."""
-        assert self.shard is not None
         if self.shard.size == 1:
-            return functional.embedding(tokens, self.weight)
+            return self.matrix.rows(tokens)
         rows = tokens - self.shard.vocabulary.start
-        elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
-        found = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (rows < 0) | (rows >= self.matrix.shape[0])
+        found = self.matrix.rows(rows.masked_fill(elsewhere, 0))
         return found.masked_fill(elsewhere[:, None], 0)
 
 
@@ -97,8 +94,6 @@ class Transformer(nn.Module):
         self.fixed = fixed
         self.shards = ModelShard.of_rank(config, parallel.rank, parallel.size, num_shards)
         self.device, self.dtype = device, dtype
-        self.embeddings = tuple(Embedding(config.hidden_size, shard, dtype) for shard in self.shards)
-        self.embeddings_of_shards = nn.ModuleList(self.embeddings)
         if num_shards is not None:
             parallel = TreeSums(parallel)
         options = PartOptions(
@@ -113,6 +108,8 @@ class Transformer(nn.Module):
             each=evenly if fixed else directly,
             fixed=fixed,
         )
+        self.embeddings = tuple(Embedding(shard, options) for shard in self.shards)
+        self.embeddings_of_shards = nn.ModuleList(self.embeddings)
         self.decoder_layers = tuple(DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers))
         self.layers = nn.ModuleList(self.decoder_layers)
         self.final_norm = Norm(
@@ -140,10 +137,15 @@ class Transformer(nn.Module):
         self._parallel, self._in_shards = parallel, num_shards is not None
 
     def tie(self) -> None:
-        """Makes the embeddings the head, too, with their present values."""
+        """Makes the embeddings the head, too, with their present values; rows of a head in blocks are looked up
+        there."""
         for linear, embedding in zip(self.head.linears, self.embeddings, strict=True):
-            assert isinstance(linear.matrix, PlainMatrix), "embeddings are plain"
-            linear.matrix.weight = embedding.weight
+            if isinstance(linear.matrix, QuantisedMatrix):
+                embedding.matrix = linear.matrix
+                continue
+            assert isinstance(linear.matrix, PlainMatrix), "embeddings have no scale per row"
+            assert isinstance(embedding.matrix, PlainMatrix), "a table in blocks is a head in blocks"
+            linear.matrix.weight = embedding.matrix.weight
 
     @property
     def layers_with_sinks(self) -> tuple[int, ...]:
@@ -194,7 +196,7 @@ class Transformer(nn.Module):
         """Makes a token's results independent of the other tokens of a step, for matrices as they are now, in `layout`
         if they are packed: see `layers.fixed_rows`."""
         if layout is not None:
-            layout.use_blocks(LARGEST)
+            layout.use_blocks()
         fixed = FixedRows(self.device)
         for module in self.modules():
             if isinstance(module, Linear | Experts | SharedExpert):
