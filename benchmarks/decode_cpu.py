@@ -14,9 +14,10 @@ Batches have prompts of 64 tokens, 64 output tokens each, greedy. "output tok/s"
 included; "decode tok/s" from the last of the first tokens on. `--prompts` are single requests for one token, without
 shared prefixes. `--busy N` repeats batch 1 next to N processes that compute without end.
 
-`torch-blocks` and `jax-blocks` are `--keep-gguf-blocks --cpu-activations int8`. transformers runs in float32 and
-bfloat16, with an interpreter that also has this project's requirements. `--peers` names an interpreter with vLLM and
-llama.cpp. vLLM gets the weights as a folder in bfloat16, llama.cpp the file itself:
+`torch` and `jax` are `--cpu-activations exact`, `torch-blocks` and `jax-blocks` are `int8`, the default.
+transformers runs in float32 and bfloat16, with an interpreter that also has this project's requirements.
+`--peers` names an interpreter with vLLM and llama.cpp. vLLM gets the weights as a folder in
+bfloat16, llama.cpp the file itself:
 
     python -m venv peers
     peers/bin/pip install xllamacpp torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
@@ -70,11 +70,10 @@ class Worker:
         except OSError as error:
             self._errors.close()
             raise WorkerError(str(error)) from None
-        try:
+        with ExitStack() as on_failure:  # also when this process is told to end
+            on_failure.callback(self.close)
             self._read(START_LIMIT)
-        except WorkerError:
-            self.close()
-            raise
+            on_failure.pop_all()
 
     @property
     def session(self) -> int:
@@ -93,8 +92,10 @@ class Worker:
         assert self._process.stdout is not None
         timer = Timer(limit, self._kill)
         timer.start()
-        line = self._process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
         if not line:
             raise WorkerError(self._last_error())
         return line
