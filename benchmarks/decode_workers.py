@@ -70,7 +70,7 @@ class Worker:
         except OSError as error:
             self._errors.close()
             raise WorkerError(str(error)) from None
-        with ExitStack() as on_failure:  # also when this process is told to end
+        with ExitStack() as on_failure:  # also when this process is notified to end
             on_failure.callback(self.close)
             self._read(START_LIMIT)
             on_failure.pop_all()
