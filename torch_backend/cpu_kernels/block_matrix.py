@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from functools import partial
 
 import torch
 from numba.core.errors import NumbaError
@@ -108,14 +108,12 @@ class BlockProducts:
         self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor
     ) -> torch.Tensor:
         rows, outputs = output.shape
-        launcher = self.launcher(matrix.encoding, activation is not None)
+        launcher = matrix.launcher if activation is None else matrix.gated_launcher
         launcher(
-            matrix.levels.numel() * rows,
+            matrix.num_levels * rows,
             self.form.items(rows, outputs),
             x.data_ptr(),
-            matrix.levels.data_ptr(),
-            matrix.scales.data_ptr(),
-            0 if matrix.bias is None else matrix.bias.data_ptr(),
+            *matrix.addresses,
             output.data_ptr(),
             self._scratch.data_ptr(),
             launcher.slots,
@@ -126,7 +124,7 @@ class BlockProducts:
         )
         return output
 
-    def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
+    def launcher(self, encoding: Encoding, *, gated: bool) -> Launcher:
         key = encoding, gated
         if key not in self._launchers:
             kernel = self._kernel(encoding.bits, gated)
@@ -156,11 +154,26 @@ class BlockMatrix:
         self.encoding = blocks.encoding
         self.outputs, self.inputs = blocks.shape
         missing = -self.outputs % products.form.outputs
-        packed = products.form.pack(blocks.of_rows(partial(with_zeros, missing)))
+        packed = products.form.pack(blocks.of_rows(functools.partial(with_zeros, missing)))
         self.bias = None if bias is None else functional.pad(bias, (0, missing))
-        self._computed = self.outputs + missing
+        self._missing = missing
         self.levels, self.scales = torch.from_numpy(packed.levels), torch.from_numpy(packed.scales)
+        self.num_levels = self.levels.numel()
+        self.addresses = (
+            self.levels.data_ptr(),
+            self.scales.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+        )
+        """Of quantised values, scales and bias."""
         self._products = products
+
+    @functools.cached_property
+    def launcher(self) -> Launcher:
+        return self._products.launcher(self.encoding, gated=False)
+
+    @functools.cached_property
+    def gated_launcher(self) -> Launcher:
+        return self._products.launcher(self.encoding, gated=True)
 
     @property
     def bits(self) -> int:
@@ -168,12 +181,14 @@ class BlockMatrix:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
-        computed = self._products.run(self, x.contiguous(), None, x.new_empty((len(x), self._computed)))
-        return computed[:, : self.outputs]
+        output = torch.empty((len(x), self.outputs + self._missing), dtype=x.dtype)
+        self._products.run(self, x.contiguous(), None, output)
+        return output[:, : self.outputs] if self._missing else output
 
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """For a matrix of gate and up, in this order: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
-        return self._products.run(self, x.contiguous(), activation, x.new_empty((len(x), self.outputs // 2)))
+        output = torch.empty((len(x), self.outputs // 2), dtype=x.dtype)
+        return self._products.run(self, x.contiguous(), activation, output)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Dequantised rows `[T]` of a matrix in a layout of integers, `[T, inputs]` in the dtype of products."""
