@@ -39,6 +39,7 @@ from torch_backend.weights import bytes_in_blocks, load_weights, matrices_in_8_b
 
 if TYPE_CHECKING:
     from torch_backend.compilation.traced_model import TracedTransformer
+    from torch_backend.cpu_kernels.recording import RecordedLayers
 
 _STATE_DTYPES = {MambaDtype.FLOAT32: torch.float32, MambaDtype.BFLOAT16: torch.bfloat16}
 
@@ -149,7 +150,17 @@ class TorchBackend:
             encodings=encodings_of(checkpoint, quantization),
             fixed=self.config.batch_invariant,
             num_shards=num_shards,
+            recordings=self._recordings(),
         )
+
+    def _recordings(self) -> RecordedLayers | None:
+        """None where layers do more than call kernels that can be recorded."""
+        several = self.parallel.size > 1 or self.num_shards is not None
+        if self.kernels.threads is None or several or self.config.disable_cuda_graph:
+            return None
+        from torch_backend.cpu_kernels.recording import RecordedLayers
+
+        return RecordedLayers(self.kernels.threads)
 
     def _unloaded(
         self,

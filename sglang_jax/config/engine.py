@@ -252,7 +252,7 @@ class EngineConfig(BaseModel):
         AttentionBackend.AUTO,
         description="attention implementation; sage: int8 keys and queries (torch backend)",
     )
-    disable_cuda_graph: bool = Field(False, description="run without CUDA graphs")
+    disable_cuda_graph: bool = Field(False, description="run without CUDA graphs, or recorded steps on a CPU")
     disable_custom_all_reduce: bool = Field(
         False, description="use only NCCL for sums over GPUs, not direct access to each other's memory (torch backend)"
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +18,8 @@ from torch_backend.cpu_kernels.block_matrix import BlockProducts
 from torch_backend.cpu_kernels.compiling import caching_compiler
 from torch_backend.cpu_kernels.operations import CpuOperations
 from torch_backend.cpu_kernels.prompt_tiles import Products
+from torch_backend.cpu_kernels.recording import RecordedLayers
+from torch_backend.cpu_kernels.threads import OwnThreads
 
 
 @functools.cache
@@ -39,6 +43,27 @@ def block_products() -> BlockProducts:
 def integer_products(unit: int | None = None, dtype: torch.dtype = torch.bfloat16) -> BlockProducts:
     """Products of rows rounded to int8. `unit`: an index of `byte_units.UNITS`; None: the fastest of this processor."""
     return BlockProducts(_compiler(), unit=best_unit() if unit is None else unit, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadedKernels:
+    """All kernels of a model in blocks, with threads of their own, as the Torch backend builds them."""
+
+    attention: CpuAttention
+    operations: CpuOperations
+    block_matrices: BlockProducts
+    recordings: RecordedLayers | None
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, forms: Sequence[HeadForm], *, recorded: bool) -> ThreadedKernels:
+        compiler, threads = _compiler(), OwnThreads(_compiler(), 2)
+        head_dims = dict.fromkeys(form.head_dim for form in forms)
+        return cls(
+            CpuAttention(compiler, dtype, forms, CpuPrompts(compiler, dtype, forms, threads=threads), threads),
+            CpuOperations(compiler, dtype, head_dims, threads),
+            BlockProducts(compiler, unit=best_unit(), dtype=dtype, threads=threads),
+            RecordedLayers(threads) if recorded else None,
+        )
 
 
 def _compiler() -> KernelCompiler:

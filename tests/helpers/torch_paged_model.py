@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import torch
-from helpers.cpu_kernels import cpu_attention, cpu_operations
+from helpers.cpu_kernels import ThreadedKernels, cpu_attention, cpu_operations
 from helpers.paged_model import pages_of_rows, slots_of_rows
 from numpy.typing import NDArray
 
@@ -41,7 +42,8 @@ class TorchPagedModel:
 
     `numba`: attention and fused operations are CPU kernels. `traced`: the model is transformers', rewritten. Without
     `load` the model has no weights yet. `quantization`: of its weights while they are loaded. `block_matrices`: the
-    modules that keep their matrices in blocks, too. `fixed`: a token's logits do not depend on the other tokens;
+    modules that keep their matrices in blocks, too. `recorded`: all matrices stay in blocks, with threads for their
+    kernels; decode steps are recorded if it is true. `fixed`: a token's logits do not depend on the other tokens;
     `num_shards`: nor on the number of ranks.
     """
 
@@ -60,6 +62,7 @@ class TorchPagedModel:
         load: bool = True,
         quantization: Quantization | None = None,
         block_matrices: BlockMatrices | None = None,
+        recorded: bool | None = None,
         fixed: bool = False,
         num_shards: int | None = None,
     ) -> None:
@@ -87,6 +90,9 @@ class TorchPagedModel:
             encodings = encodings_of(checkpoint, quantization)
             kinds |= {"states": states or NativeStates(fixed=fixed), "encodings": encodings}
             kinds |= {"block_matrices": block_matrices, "fixed": fixed, "num_shards": num_shards}
+            if recorded is not None:
+                threaded = ThreadedKernels.of(dtype, list(shards[0].head_forms(config)), recorded=recorded)
+                kinds |= {field.name: getattr(threaded, field.name) for field in fields(threaded)}
             self.model = build_model(config, parallel=parallel, **kinds)
         if load and not traced:
             layout = load_weights(self.model, checkpoint.reader, config, quantization=quantization)

@@ -47,6 +47,9 @@ class Launcher:
     def __call__(self, elements: int, items: int, *fields: int | float) -> None:
         """Returns when all `items` are done; `elements`: approximate number of values that this reads."""
         self._pack(self._arguments, 0, 0, 0, items, *fields)
+        if self._threads is not None:
+            shared = elements >= ELEMENTS_WORTH_SHARING and items > 1
+            self._threads.note(self._kernel.address, self._arguments.raw, shared=shared)
         if elements < ELEMENTS_WORTH_SHARING:
             self._run_holding_lock(self._pointer)
         elif self.slots == 1 or items == 1:

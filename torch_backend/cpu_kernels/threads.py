@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from sglang_jax.cpu_kernels.language import add, call_address
+from sglang_jax.cpu_kernels.language import add, call_address, long_integers
+from sglang_jax.cpu_kernels.work import ITEM_COUNTER, SLOT_COUNTER
 
 # Words shared by the threads:
 _CALLS = 0
@@ -95,6 +98,28 @@ def _help(words):
 
 def _run(words):
     """What the caller does with the kernel and arguments in `words`."""
+    _launch(words)
+
+
+def _run_all(program):
+    """Runs a list of calls: `program` has the address of `words`, the number of calls, and for each of them the
+    addresses of kernel and arguments, and whether threads share it."""
+    words = long_integers(program[0])
+    for number in range(program[1]):
+        call = 2 + 3 * number
+        arguments = long_integers(program[call + 1])
+        _write(arguments, SLOT_COUNTER, 0)
+        _write(arguments, ITEM_COUNTER, 0)
+        if program[call + 2] != 0:
+            _write(words, _KERNEL, program[call])
+            _write(words, _ARGUMENTS, program[call + 1])
+            _launch(words)
+        else:
+            call_address(program[call], program[call + 1])
+
+
+@_part
+def _launch(words):
     _write(words, _FINISHED, 0)
     _write(words, _GATE, 0)
     _wake(words)
@@ -121,6 +146,15 @@ def _wake(words):
         _unlock(words[_LOCK])
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A call of the kernel at an address: its arguments (see `work`), and whether all threads shared it."""
+
+    kernel: int
+    arguments: bytes
+    shared: bool
+
+
 class OwnThreads:
     """`size` threads, with the caller, that run a kernel; to be used by one thread at a time. They end with it."""
 
@@ -137,19 +171,50 @@ class OwnThreads:
             address = memory.ctypes.data + number * _BYTES_OF_PTHREAD
             self._words[word] = address
             prepare(ctypes.c_void_p(address), None)
-        run, helping, stop = (compiler(each) for each in (_run, _help, _stop))
+        run, run_all, helping, stop = (compiler(each) for each in (_run, _run_all, _help, _stop))
+        self._run_all = _function(run_all)
         self._pointer = self._words.ctypes.data
         self._run = _function(run)
         for _ in range(size - 1):
             kept = (self._words, memory, helping)
             threading.Thread(target=_serve, args=(kept, self._pointer), daemon=True).start()
         self._ends = weakref.finalize(self, _end, (self._words, memory, stop), self._pointer)
-        self._owners = run
+        self._owners = run, run_all
+        self._calls: list[RecordedCall] | None = None
 
     def __call__(self, kernel: int, arguments: int) -> None:
         """Runs the kernel at an address with the arguments at another one; returns when all items are done."""
         self._words[_KERNEL], self._words[_ARGUMENTS] = kernel, arguments
         self._run(self._pointer)
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[RecordedCall]]:
+        """The calls of kernels that are made within this context are added to the list."""
+        self._calls = []
+        try:
+            yield self._calls
+        finally:
+            self._calls = None
+
+    def note(self, kernel: int, arguments: bytes, *, shared: bool) -> None:
+        """A launcher notes each call here, with its arguments; `shared`: by all threads."""
+        if self._calls is not None:
+            self._calls.append(RecordedCall(kernel, arguments, shared))
+
+    def program(self, calls: Sequence[RecordedCall]) -> Callable[[], None]:
+        """A function that makes recorded calls again, in their order."""
+        words = np.zeros(2 + 3 * len(calls), np.int64)
+        words[0], words[1] = self._pointer, len(calls)
+        arguments = [ctypes.create_string_buffer(call.arguments, len(call.arguments)) for call in calls]
+        for number, (call, own) in enumerate(zip(calls, arguments, strict=True)):
+            words[2 + 3 * number :][:3] = call.kernel, ctypes.addressof(own), call.shared
+        address = words.ctypes.data
+
+        def run() -> None:
+            assert len(words) == 2 + 3 * len(arguments)  # both stay alive with this function
+            self._run_all(address)
+
+        return run
 
 
 def _function(kernel: CompiledKernel) -> Callable[[int], None]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,11 +31,28 @@ from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
 from torch_backend.layers.shard import ModelShard
 from torch_backend.layers.shards import TreeSums, of_shard
 from torch_backend.models.decoder_layer import DecoderLayer
-from torch_backend.operations import Operations
+from torch_backend.operations import Operations, Rotation
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.recurrent.interface import StateImplementation
 from torch_backend.recurrent.native import NativeStates
 from torch_backend.rotary import NoRotation, RotaryTables
+
+_MANY_KEYS = 2**8
+"""Keys of a step from which on threads share attention, about."""
+
+
+class Recordings(Protocol):
+    """Records steps of at most `max_rows` rows, and runs them again: see `cpu_kernels.recording`."""
+
+    @property
+    def max_rows(self) -> int: ...
+
+    def run(
+        self,
+        kind: Hashable,
+        inputs: Sequence[torch.Tensor],
+        layers: Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor]],
+    ) -> torch.Tensor: ...
 
 
 class Embedding(nn.Module):
@@ -88,9 +108,11 @@ class Transformer(nn.Module):
         block_matrices: BlockMatrices | None = None,
         fixed: bool = False,
         num_shards: int | None = None,
+        recordings: Recordings | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.recordings = recordings
         self.fixed = fixed
         self.shards = ModelShard.of_rank(config, parallel.rank, parallel.size, num_shards)
         self.device, self.dtype = device, dtype
@@ -156,22 +178,66 @@ class Transformer(nn.Module):
         """Hidden states `[T, hidden]` after the final norm. Writes the step's keys, values and states into `kv`, the
         memory of each layer."""
         batches = [batch.of_group(group) for group in range(self._num_groups)]
-        attention = [self._attention.prepare(own) for own in batches]
-        states = None if batch.states is None else self._states.prepare(batch.states)
         rotations = [tables(batch.positions) for tables in self._rotary]
+        found = [embedding(batch.tokens) for embedding in self.embeddings]
+        x = self._parallel.all_reduce(torch.stack(found) if self._in_shards else found[0])
+        if self._embedding_multiplier != 1.0:
+            x = x * self._embedding_multiplier
+        if self.recordings is not None and batch.decode_only and len(x) <= self.recordings.max_rows:
+            return self._recorded(self.recordings, x, batches, rotations, kv)
+        return self._layers(batches, rotations, kv)(x)
+
+    def _recorded(
+        self,
+        recordings: Recordings,
+        x: torch.Tensor,
+        batches: Sequence[ForwardBatch],
+        rotations: Sequence[Rotation],
+        kv: Sequence[LayerMemory],
+    ) -> torch.Tensor:
+        """See `_layers`; by a recording of a step with as many rows, if there is one."""
+
+        def layers(inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+            found = iter(inputs)
+            own_x = next(found)
+            own_rotations = [Rotation(next(found), next(found)) for _ in rotations]
+            own = [
+                replace(each, write_slots=next(found), page_table=next(found), kv_lens=next(found)) for each in batches
+            ]
+            return partial(self._layers(own, own_rotations, kv), own_x)
+
+        inputs = [x]
+        for rotation in rotations:
+            inputs += [rotation.cosines, rotation.sines]
+        for each in batches:
+            inputs += [each.write_slots, each.page_table, each.kv_lens]
+        # Pages may move, and threads share attention to many keys.
+        pages = [memory.pages for memory in kv if memory.pages is not None]
+        places = tuple((each.keys.data_ptr(), each.values.data_ptr()) for each in pages)
+        many_keys = int(batches[0].kv_lens.sum()) > _MANY_KEYS
+        shapes = tuple(each.shape for each in inputs)
+        return recordings.run((shapes, places, many_keys), inputs, layers).clone()
+
+    def _layers(
+        self, batches: Sequence[ForwardBatch], rotations: Sequence[Rotation], kv: Sequence[LayerMemory]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function from embeddings to hidden states after the final norm; `batches`: of each cache group."""
+        attention = [self._attention.prepare(own) for own in batches]
+        batch = batches[0]
+        states = None if batch.states is None else self._states.prepare(batch.states)
         steps = [
             LayerStep(batch, AttentionStep(attention[group], rotations[rope], batches[group].write_slots), states)
             for rope, group in self._steps
         ]
         steps.append(LayerStep(batch, None, states))
-        found = [embedding(batch.tokens) for embedding in self.embeddings]
-        x = self._parallel.all_reduce(torch.stack(found) if self._in_shards else found[0])
-        if self._embedding_multiplier != 1.0:
-            x = x * self._embedding_multiplier
-        residual = None
-        for number, layer in enumerate(self.decoder_layers):
-            x, residual = layer(x, residual, steps[self._step_of_layer[number]], kv[number])
-        return self.final_norm.add(x, residual)[0]
+
+        def compute(x: torch.Tensor) -> torch.Tensor:
+            residual = None
+            for number, layer in enumerate(self.decoder_layers):
+                x, residual = layer(x, residual, steps[self._step_of_layer[number]], kv[number])
+            return self.final_norm.add(x, residual)[0]
+
+        return compute
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`, on every rank."""
@@ -225,12 +291,14 @@ def build_model(
     block_matrices: BlockMatrices | None = None,
     fixed: bool = False,
     num_shards: int | None = None,
+    recordings: Recordings | None = None,
 ) -> Transformer:
     """A model without values, until `weights.load_weights` fills it; each rank of `parallel` holds its shard. `states`:
     the kernels of recurrent layers, torch operations by default; `encodings`: how each matrix is stored, by default as
     plain numbers; `block_matrices`: makes the matrices that stay in blocks; `fixed`: a token's results must not depend
     on the other tokens of a step (see `Transformer.fix_rows`, to be called once loaded); `num_shards`: of all ranks,
-    whose sums do not depend on the number of ranks (see `TreeSums`), None for one shard on each rank. Raises
+    whose sums do not depend on the number of ranks (see `TreeSums`), None for one shard on each rank; `recordings`: of
+    decode steps, if they are recorded. Raises
     `ConfigError` if the model cannot be divided into this number of shards."""
     return Transformer(
         config,
@@ -244,4 +312,5 @@ def build_model(
         block_matrices=block_matrices,
         fixed=fixed,
         num_shards=num_shards,
+        recordings=recordings,
     )
