@@ -47,7 +47,7 @@ def integer_products(unit: int | None = None, dtype: torch.dtype = torch.bfloat1
 
 @dataclass(frozen=True, slots=True)
 class ThreadedKernels:
-    """All kernels of a model in blocks, with threads of their own, as the Torch backend builds them."""
+    """All kernels of a model in blocks, with separate threads, as the Torch backend builds them."""
 
     attention: CpuAttention
     operations: CpuOperations

@@ -27,7 +27,7 @@ STEPS = [
     *[{0: 1, 1: 1, 2: 1, 3: 1}] * 2,
     {2: 1},
     {1: 1, 3: 1},
-    {3: 120},  # threads share attention to so many keys
+    {3: 120},  # threads share attention to this many keys
     *[{0: 1, 1: 1, 2: 1, 3: 1}] * 2,
     {1: 1, 3: 1},
 ]
