@@ -183,9 +183,9 @@ class Transformer(nn.Module):
         x = self._parallel.all_reduce(torch.stack(found) if self._in_shards else found[0])
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
-        if self.recordings is not None and batch.decode_only and len(x) <= self.recordings.max_rows:
+        if self.recordings is not None and batch.decode_only and batches and len(x) <= self.recordings.max_rows:
             return self._recorded(self.recordings, x, batches, rotations, kv)
-        return self._layers(batches, rotations, kv)(x)
+        return self._layers(batch, batches, rotations, kv)(x)
 
     def _recorded(
         self,
@@ -204,7 +204,7 @@ class Transformer(nn.Module):
             own = [
                 replace(each, write_slots=next(found), page_table=next(found), kv_lens=next(found)) for each in batches
             ]
-            return partial(self._layers(own, own_rotations, kv), own_x)
+            return partial(self._layers(own[0], own, own_rotations, kv), own_x)
 
         inputs = [x]
         for rotation in rotations:
@@ -219,11 +219,14 @@ class Transformer(nn.Module):
         return recordings.run((shapes, places, many_keys), inputs, layers).clone()
 
     def _layers(
-        self, batches: Sequence[ForwardBatch], rotations: Sequence[Rotation], kv: Sequence[LayerMemory]
+        self,
+        batch: ForwardBatch,
+        batches: Sequence[ForwardBatch],
+        rotations: Sequence[Rotation],
+        kv: Sequence[LayerMemory],
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function from embeddings to hidden states after the final norm; `batches`: of each cache group."""
         attention = [self._attention.prepare(own) for own in batches]
-        batch = batches[0]
         states = None if batch.states is None else self._states.prepare(batch.states)
         steps = [
             LayerStep(batch, AttentionStep(attention[group], rotations[rope], batches[group].write_slots), states)
