@@ -29,7 +29,7 @@ from torch_backend.models import Transformer
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import ReleasableMemory, TorchRunner
 from torch_backend.step import Model
-from torch_backend.streams import CpuThread, CudaStream, Stream
+from torch_backend.streams import CpuThread, CudaStream, Stream, others_keep_threads
 from torch_backend.weights import load_kv_parameters
 
 if TYPE_CHECKING:
@@ -76,18 +76,15 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     refuse_orbax(checkpoint)
     device = select_device(config.device, parallel.rank)
     stream: Stream = CpuThread() if device.type == "cpu" else CudaStream(device)
-    threads = torch.get_num_threads()
     try:
         # On the CPU all of torch's work runs on one thread. Each thread that computes has its own team of OpenMP
         # threads; with more threads than cores, these sleep between operations, and a decode step takes 1.6 times as
         # long.
-        return stream.submit(partial(_load_on, stream, config, checkpoint, device, parallel)).wait()
+        with others_keep_threads():
+            return stream.submit(partial(_load_on, stream, config, checkpoint, device, parallel)).wait()
     except BaseException:
         stream.close()
         raise
-    finally:
-        # Only the stream's thread keeps its share of the cores, so that a later engine divides all of them again.
-        torch.set_num_threads(threads)
 
 
 def _load_on(

@@ -46,7 +46,7 @@ from torch_backend.profile import Profile
 from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
 from torch_backend.step import Model, RowTensors, build_batch, own_slots, settle_drafts
-from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device
+from torch_backend.streams import CpuThread, Pending, Stream, integers_to_device, others_keep_threads
 
 _SHORT_PROMPT = 16
 
@@ -305,7 +305,8 @@ class TorchRunner:
         memory = self._memory
         if memory is None:
             cannot_reload(model_path)
-        self._main = self._stream.submit(lambda: memory.reload(self._main, model_path)).wait()
+        with others_keep_threads():
+            self._main = self._stream.submit(lambda: memory.reload(self._main, model_path)).wait()
         self._has_weights = True
         self._model = self._with_draft(self._main)
 

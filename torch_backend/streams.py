@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -89,6 +90,17 @@ class _OnThread(Generic[T]):
 
     def submitted(self) -> T:
         return self.future.result()  # no wait in practice: work on the thread runs in order
+
+
+@contextmanager
+def others_keep_threads() -> Iterator[None]:
+    """For work on a stream's thread that changes torch's number of threads: only that thread keeps the change, so that
+    a later engine divides all cores again."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class CudaStream:

@@ -141,7 +141,8 @@ class GgufReader:
                     offsets = halves[..., 0] * np.float16(-8)
                 if not np.isfinite(offsets).all():
                     raise CheckpointError(
-                        f"{self._file.path}: {name} has scales that blocks cannot hold: remove keep_gguf_blocks"
+                        f"{self._file.path}: {name} has scales that blocks cannot hold: choose cpu_activations exact, "
+                        "without keep_gguf_blocks"
                     )
                 return offsets
             case GGMLQuantizationType.Q4_1, Role.VALUES:

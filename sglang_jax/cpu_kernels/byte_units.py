@@ -148,16 +148,20 @@ class AnyProcessor:
 
     def widen_halves(self, builder, halves):
         """Moves exponent and mantissa to their places, and multiplies by the difference of the exponents' biases: a
-        processor may have no instruction for it."""
+        processor may have no instruction for it. Numbers without an exponent are multiplied as integers: in this place
+        they would be too small for float32, and XLA's threads read such numbers as 0."""
         words = builder.zext(builder.bitcast(halves, ir.VectorType(I16, 8)), _EIGHT)
 
         def all_lanes(value):
             return ir.Constant(_EIGHT, [value] * 8)
 
         sign = builder.shl(builder.and_(words, all_lanes(0x8000)), all_lanes(16))
-        size = builder.bitcast(builder.shl(builder.and_(words, all_lanes(0x7FFF)), all_lanes(13)), _EIGHT_FLOATS)
+        bits = builder.and_(words, all_lanes(0x7FFF))
+        size = builder.bitcast(builder.shl(bits, all_lanes(13)), _EIGHT_FLOATS)
         finite = builder.fmul(size, ir.Constant(_EIGHT_FLOATS, [2.0**112] * 8))
-        special = builder.icmp_unsigned(">=", builder.and_(words, all_lanes(0x7FFF)), all_lanes(0x7C00))
+        small = builder.fmul(builder.sitofp(bits, _EIGHT_FLOATS), ir.Constant(_EIGHT_FLOATS, [2.0**-24] * 8))
+        finite = builder.select(builder.icmp_unsigned("<", bits, all_lanes(0x400)), small, finite)
+        special = builder.icmp_unsigned(">=", bits, all_lanes(0x7C00))
         largest = builder.or_(builder.bitcast(finite, _EIGHT), all_lanes(0x7F800000))
         found = builder.select(special, largest, builder.bitcast(finite, _EIGHT))
         return builder.bitcast(builder.or_(found, sign), _EIGHT_FLOATS)

@@ -22,7 +22,7 @@ from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.encoding import Q8, Encoding
 from sglang_jax.config import Dtype, EngineConfig
 from sglang_jax.cpu_kernels import vectors
-from sglang_jax.cpu_kernels.byte_units import best_unit
+from sglang_jax.cpu_kernels.byte_units import UNITS, best_unit
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product
 from sglang_jax.jax_runner.loading import load_rank
@@ -88,6 +88,12 @@ def test_a_model_in_blocks_has_no_widened_copy(tied: bool, tmp_path: Path) -> No
     for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
         assert found.shape == wanted.shape
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("unit", [number for number, unit in enumerate(UNITS) if unit.found()])
+def test_xla_calls_the_kernel_of_every_processor(unit: int) -> None:
+    """The trial's blocks have some scales that are too small for float16's exponent."""
+    assert block_product(Q8, EngineConfig().cache_folder(), unit=unit, dtype="float32") is not None
 
 
 def test_no_blocks_are_kept_where_they_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:

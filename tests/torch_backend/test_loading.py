@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from helpers.gguf_files import make_tiny_gguf
 from helpers.plan_driver import PlanDriver
 from helpers.small_configs import small_config
-from helpers.tiny_models import make_tiny_checkpoint
+from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
@@ -263,6 +266,23 @@ def test_later_runners_have_as_many_threads(folder: Path) -> None:
             assert runner.report().device == "cpu (2 threads)"
             runner.close()
             assert torch.get_num_threads() == 8
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_replaced_weights_leave_later_engines_their_threads(tmp_path: Path) -> None:
+    """Matrices that all stay in blocks leave torch one thread, on the thread of their engine only. A new thread starts
+    with the number that was set last."""
+    model = make_tiny_model("llama", head_dim=32)
+    file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q8_0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        runner = make_runner(options(file, dtype="bfloat16"))
+        runner.load_weights(str(file))
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 2
+        runner.close()
     finally:
         torch.set_num_threads(before)
 
