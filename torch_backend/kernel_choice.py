@@ -162,7 +162,7 @@ def _on_cpu(
             return Kernels(attention, name, compiled.operations, NativeSampler(), matrices, states, threads)
     operations = EvenOperations() if fixed else NativeOperations()
     attention = _attention_without_kernels(name, fixed=fixed)
-    return Kernels(attention, name, operations, NativeSampler(), matrices, states)
+    return Kernels(attention, name, operations, NativeSampler(), matrices, states, threads)
 
 
 def _flashinfer(device: torch.device, form: CpuForm) -> AttentionImplementation:
