@@ -3,7 +3,9 @@ size."""
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,14 @@ def test_a_model_in_blocks_has_no_widened_copy(tied: bool, tmp_path: Path) -> No
     for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
         assert found.shape == wanted.shape
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+    # A running engine's model is kept from the garbage collector, so it must be freed without it.
+    freed = [weakref.ref(each) for each in kept]
+    gc.disable()
+    try:
+        del blocks, kept
+        assert not [each for each in freed if each() is not None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("products", [pytest.param("exact", marks=needs_units), "int8"])

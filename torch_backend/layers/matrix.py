@@ -76,15 +76,15 @@ class ScaledMatrix(Loadable):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A checkpoint's quantised blocks of a matrix `[outputs, inputs]`, as parameters of its `module`: loaded as stored,
-    values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`."""
+    """A checkpoint's quantised blocks of a matrix `[outputs, inputs]`, as parameters of a module: loaded as stored,
+    values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`. It does not refer to the module, which
+    could then only be freed by the garbage collector, from which a running engine keeps its model."""
 
-    module: Loadable
     encoding: Encoding
     matrices: BlockMatrices
 
-    def declare(self, inputs: int, outputs: int, parts: Sequence[Part]) -> None:
-        encoding, module = self.encoding, self.module
+    def declare(self, module: Loadable, inputs: int, outputs: int, parts: Sequence[Part]) -> None:
+        encoding = self.encoding
         assert encoding.block is not None
         blocks = (outputs, inputs // encoding.block)
         values = (*blocks, encoding.block * encoding.bits // 8)
@@ -93,13 +93,13 @@ class StoredBlocks:
             dtype = _BLOCK_VALUES[encoding.values] if role is Role.VALUES else torch.float16
             module.register_parameter(role.value, module.declare(role.value, shape, dtype, *parts, role=role))
 
-    def take(self, bias: torch.Tensor | None) -> BlockedMatrix:
+    def take(self, module: Loadable, bias: torch.Tensor | None) -> BlockedMatrix:
         """Converts the loaded blocks to the form of the kernels, and releases the loaded arrays."""
-        arrays = {role: self.module.get_parameter(role.value) for role in self.encoding.roles}
+        arrays = {role: module.get_parameter(role.value) for role in self.encoding.roles}
         blocks = Stored(self.encoding, {role: array.numpy() for role, array in arrays.items()})
         matrix = self.matrices.matrix(blocks, bias)
         for role, array in arrays.items():
-            self.module.register_parameter(role.value, drop_value(array))
+            module.register_parameter(role.value, drop_value(array))
         return matrix
 
 
@@ -120,14 +120,14 @@ class QuantisedMatrix(Loadable):
     ) -> None:
         super().__init__()
         self.encoding, self.shape, self.dtype = encoding, (outputs, inputs), dtype
-        self._stored = StoredBlocks(self, encoding, matrices)
-        self._stored.declare(inputs, outputs, parts)
+        self._stored = StoredBlocks(encoding, matrices)
+        self._stored.declare(self, inputs, outputs, parts)
         self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=ParameterKind.BIAS) if bias else None
         self._packed: BlockedMatrix | None = None
 
     def pack(self) -> None:
         """Converts the loaded blocks to the form of the kernels, before the first product."""
-        self._packed = self._stored.take(self.bias)
+        self._packed = self._stored.take(self, self.bias)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         assert self._packed is not None
@@ -160,12 +160,12 @@ class TwoFormMatrix(PlainMatrix):
     ) -> None:
         super().__init__(inputs, outputs, parts, bias=bias, dtype=dtype)
         self.encoding = encoding
-        self._stored = StoredBlocks(self, encoding, matrices)
-        self._stored.declare(inputs, outputs, parts)
+        self._stored = StoredBlocks(encoding, matrices)
+        self._stored.declare(self, inputs, outputs, parts)
 
     def take_blocks(self) -> BlockedMatrix:
         """See `StoredBlocks.take`."""
-        return self._stored.take(self.bias)
+        return self._stored.take(self, self.bias)
 
 
 AnyMatrix = PlainMatrix | ScaledMatrix | QuantisedMatrix
