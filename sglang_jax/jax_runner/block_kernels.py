@@ -102,7 +102,7 @@ def _register(encoding: Encoding, cache_folder: Path | None, unit: int | None, w
     from sglang_jax.cpu_kernels.byte_units import UNITS
     from sglang_jax.cpu_kernels.compiling import KernelCompiler, version_of_kernels
     from sglang_jax.cpu_kernels.integer_product import build_integer_product
-    from sglang_jax.cpu_kernels.xla_call import build_xla_call
+    from sglang_jax.cpu_kernels.xla_product import build_product_call
 
     form = EXACT if unit is None else UNITS[unit].form
     kind = encoding.block_type
@@ -114,7 +114,7 @@ def _register(encoding: Encoding, cache_folder: Path | None, unit: int | None, w
                 kernel = build_block_product(compiler, KINDS[kind].bits, gated=False, width=4)
             else:
                 kernel = build_integer_product(compiler, unit, kind, gated=False, width=width, output_width=4)
-            function = build_xla_call(kernel, KINDS[kind].bits, form)
+            function = build_product_call(kernel, KINDS[kind].bits, form)
             _registered[name] = function
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
     return name, form

@@ -26,6 +26,7 @@ from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, pack, random_blo
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.language import add, floats, store, take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
+from sglang_jax.cpu_kernels.xla_product import build_product_call
 from sglang_jax.jax_runner import block_kernels
 from sglang_jax.jax_runner.block_kernels import block_product, missing_for_blocks
 from sglang_jax.layers.block_matrix import BlockProduct
@@ -149,7 +150,7 @@ def test_xla_s_threads_share_the_work_and_all_finish() -> None:
             for at in range(item * 32, item * 32 + 32):
                 store(output, at, np.float32(slot + 1))
 
-    function = xla_call.build_xla_call(compiling.KernelCompiler(None)(write_slots), 8)
+    function = build_product_call(compiling.KernelCompiler(None)(write_slots), 8)
     target = f"write_slots_{function.address}"
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(block_kernels._Handler(function.address)), platform="cpu")
     kernel = BlockProduct(Q8, target, threads=2, max_rows=1)
