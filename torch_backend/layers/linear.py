@@ -68,13 +68,16 @@ class GatedLinear(Linear):
         super().__init__(inputs, 2 * outputs, parts, options, bias=bias)
         operations = options.operations
         self._activation = activation
-        self._activate = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
-        self._product = self._in_two_steps
         if isinstance(self.matrix, QuantisedMatrix):
             self._product = partial(self.matrix.multiply_gated, activation=activation)
-
-    def _in_two_steps(self, x: torch.Tensor) -> torch.Tensor:
-        return self._activate(self.matrix.multiply(x))
+        else:
+            gated = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
+            # Not a method: a module that refers to itself can only be freed by the garbage collector.
+            self._product = partial(_in_two_steps, self.matrix.multiply, gated)
 
     def _repack(self, layout: Layout, matrix: PlainMatrix) -> Product:
         return layout.gated(matrix, self._activation)
+
+
+def _in_two_steps(multiply: Product, activate: Product, x: torch.Tensor) -> torch.Tensor:
+    return activate(multiply(x))
