@@ -125,6 +125,9 @@ class GgufReader:
         tensor = self._entry(name).tensor
         return None if tensor.kind is None or len(tensor.shape) != 2 else _ENCODINGS.get(tensor.kind)
 
+    def in_bfloat16(self, name: str) -> bool:
+        return self._entry(name).tensor.kind is GGMLQuantizationType.BF16
+
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
         """See `TensorReader`. Q4_0 subtracts 8 from values before scaling, so its offsets are -8 * scale; raises
         `CheckpointError` if that overflows float16."""

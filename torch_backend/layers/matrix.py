@@ -12,6 +12,7 @@ from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
 from sglang_jax.checkpoint.reader import Role
+from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
@@ -168,16 +169,17 @@ class TwoFormMatrix(PlainMatrix):
         return self._stored.take(self, self.bias)
 
 
-AnyMatrix = PlainMatrix | ScaledMatrix | QuantisedMatrix
+AnyMatrix = PlainMatrix | Bfloat16Matrix | ScaledMatrix | QuantisedMatrix
+TableMatrix = PlainMatrix | Bfloat16Matrix | QuantisedMatrix
 
 
 def matrix_for(inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool) -> AnyMatrix:
     """Creates a matrix without values, of the class for the encoding of its `parts`. A matrix in blocks stays in blocks
     if kernels serve all steps; it is also widened to the dtype of products if they only serve few rows, or only widened
-    if no kernel reads its blocks."""
+    if no kernel reads its blocks. A plain one stays in bfloat16 if kernels widen it in each product."""
     encoding, dtype = options.encoding_of(*parts), options.dtype
     if encoding is None:
-        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
+        return _plain(inputs, outputs, parts, options, bias=bias)
     if encoding.block is None:
         return ScaledMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype)
     matrices, gated = options.block_matrices, parts[0] is Part.GATE
@@ -191,11 +193,20 @@ def matrix_for(inputs: int, outputs: int, parts: Sequence[Part], options: PartOp
     return form(encoding, inputs, outputs, parts, bias=bias, dtype=dtype, matrices=matrices)
 
 
-def table_for(rows: int, width: int, part: Part, options: PartOptions) -> PlainMatrix | QuantisedMatrix:
-    """Creates a matrix `[rows, width]` without values whose rows are looked up: in blocks if kernels serve it too, else
-    plain."""
+def table_for(rows: int, width: int, part: Part, options: PartOptions) -> TableMatrix:
+    """Creates a matrix `[rows, width]` without values whose rows are looked up: in blocks if kernels serve it too, in
+    bfloat16 if such matrices stay in it, else plain."""
     if options.block_matrices is not None and options.block_matrices.serves_all_rows:
         found = matrix_for(width, rows, (part,), options, bias=False)
         if isinstance(found, QuantisedMatrix):
             return found
-    return PlainMatrix(width, rows, (part,), bias=False, dtype=options.dtype)
+    return _plain(width, rows, (part,), options, bias=False)
+
+
+def _plain(
+    inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool
+) -> PlainMatrix | Bfloat16Matrix:
+    products = options.bfloat16_products(*parts)
+    if products is None or outputs < products.least_outputs * (2 if parts[0] is Part.GATE else 1):
+        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=options.dtype)
+    return Bfloat16Matrix(inputs, outputs, parts, bias=bias, products=products)
