@@ -110,6 +110,9 @@ class GgufReader:
         tensor = self._entry(name).tensor
         return None if tensor.kind is None or len(tensor.shape) != 2 else _ENCODINGS.get(tensor.kind)
 
+    def in_bfloat16(self, name: str) -> bool:
+        return self._entry(name).tensor.kind is GGMLQuantizationType.BF16
+
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
         """See `TensorReader`: blocks, `[rows, blocks, bytes]`."""
         entry, encoding = self._entry(name), self.encoding(name)

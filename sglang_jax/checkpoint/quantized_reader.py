@@ -91,6 +91,9 @@ class QuantizedReader:
         scheme = self._schemes.get(name)
         return None if scheme is None else scheme.encoding
 
+    def in_bfloat16(self, name: str) -> bool:
+        return name not in self._schemes and self._reader.in_bfloat16(name)
+
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
         """See `TensorReader.read_array`. Raises `CheckpointError` for scales that are not positive and finite."""
         scheme = self._schemes.get(name)

@@ -78,17 +78,23 @@ def rows_of_item(group, rows):
 
 @part
 def write_tile(work, sums, group, tile, size, gated, width, output_width):
-    """Writes sums `[LARGEST, size]` of a group of rows and a tile of `size` outputs, and their bias of `width` bytes,
-    as outputs of `output_width` bytes. If `gated`, they are those of the gate; those of up, in as much memory, lie
-    behind them."""
+    """See `write_outputs`; tiles have `size` outputs."""
+    write_outputs(work, sums, group, tile * size, size, gated, width, output_width)
+
+
+@part
+def write_outputs(work, sums, group, start, size, gated, width, output_width):
+    """Writes sums `[LARGEST, size]` of a group of rows and of `size` outputs from `start` on, and their bias of `width`
+    bytes, as outputs of `output_width` bytes. If `gated`, they are those of the gate; those of up, in as much memory,
+    lie behind them."""
     outputs, bias, stride = work[FIRST_FIELD + 8], work[FIRST_FIELD + 3], work[FIRST_FIELD + 11]
     first = work[FIRST_FIELD + 4] + group * LARGEST * stride * output_width
     for row in range(rows_of_item(group, work[FIRST_FIELD + 7])):
-        output = elements(first + (row * stride + tile * size) * output_width, output_width)
+        output = elements(first + (row * stride + start) * output_width, output_width)
         for i in range(size):
-            total = _total(sums, bias, row * size + i, tile * size + i, width)
+            total = _total(sums, bias, row * size + i, start + i, width)
             if gated:
-                up = _total(sums + 4 * LARGEST * size, bias, row * size + i, outputs + tile * size + i, width)
+                up = _total(sums + 4 * LARGEST * size, bias, row * size + i, outputs + start + i, width)
                 store(output, i, activated(total, work[FIRST_FIELD + 10]))
                 total = load(output, i) * up
             store(output, i, total)

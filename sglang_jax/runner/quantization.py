@@ -129,11 +129,13 @@ def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quan
 
 
 def describe_matrices(model: ModelConfig, kept: Mapping[ParameterName, str]) -> str | None:
-    """Describes and logs how many matrices of a model are `kept` in 8 bits; None if none are."""
+    """Describes and logs how many matrices of a model, without the table of embeddings, are `kept` in another dtype
+    than that of activations; None if none are."""
     if not kept:
         return None
     count = sum(spec.is_matrix and spec.name.part is not Part.EMBEDDING for spec in manifest_of(model).specs.values())
-    found = f"{len(kept)} of {count} matrices in {' and '.join(sorted(set(kept.values())))}"
+    own = sum(name.part is not Part.EMBEDDING for name in kept)
+    found = f"{own} of {count} matrices in {' and '.join(sorted(set(kept.values())))}"
     logger.info("In memory are %s; the others are in --dtype", found)
     return found
 
@@ -151,6 +153,19 @@ def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> E
     if checkpoint.reader is None:
         return read_orbax_encodings(checkpoint.source.path, checkpoint.config).get
     return ParameterReader(checkpoint.reader, checkpoint.config, quantization).encoding
+
+
+def matrices_in_bfloat16(checkpoint: Checkpoint, quantization: Quantization | None) -> frozenset[ParameterName]:
+    """The matrices that the checkpoint stores in bfloat16, and that can be used as stored; not those of experts."""
+    if checkpoint.reader is None or checkpoint.transformers_config is not None:
+        return frozenset()
+    reader = ParameterReader(checkpoint.reader, checkpoint.config, quantization)
+    return frozenset(name for name in manifest_of(checkpoint.config).specs if reader.in_bfloat16(name))
+
+
+def only_bfloat16(model: ModelConfig, names: Collection[ParameterName]) -> bool:
+    """Whether all matrices of a model are among `names`."""
+    return all(spec.name in names for spec in manifest_of(model).specs.values() if spec.is_matrix)
 
 
 def keeps_blocks(needed: int, room: int) -> bool:

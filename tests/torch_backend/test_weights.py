@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.cpu_kernels import bfloat16_products
 from helpers.parity_cases import STEPS, prompts
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 from helpers.torch_paged_model import TorchPagedModel
@@ -111,17 +112,19 @@ def test_faults_are_named_before_tensors_are_read(tmp_path: Path) -> None:
     ("architecture", "options"),
     [
         ("llama", {"quantization": Quantization(INT8_ROWS)}),
+        ("llama", {"bfloat16": bfloat16_products()}),
         ("qwen2_moe", {"fixed": True}),
         ("qwen3_next", {}),
         ("deepseek_v2", {}),
     ],
-    ids=["int8", "experts", "recurrent", "latent"],
+    ids=["int8", "bfloat16", "experts", "recurrent", "latent"],
 )
 def test_a_model_is_freed_without_the_garbage_collector(
     architecture: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """A running engine's model is kept from the garbage collector, so replaced weights would stay in memory."""
-    model = TorchPagedModel(make_tiny_checkpoint(tmp_path, architecture), **options)
+    folder = make_tiny_checkpoint(tmp_path, architecture, dtype="bfloat16")
+    model = TorchPagedModel(folder, **options)
     model.run(prompts(), STEPS)
     modules = [weakref.ref(each) for each in model.model.modules()]
     gc.disable()

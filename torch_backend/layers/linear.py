@@ -10,6 +10,7 @@ from torch import nn
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Part
+from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.layout import Layout
 from torch_backend.layers.matrix import JoinedMatrix, PlainMatrix, QuantisedMatrix, TwoFormMatrix, matrix_for
@@ -44,8 +45,8 @@ class Linear(nn.Module):
     def fix_rows(self, fixed: FixedRows) -> None:
         """Makes the results of a loaded matrix independent of the number of rows."""
         matrix = self.matrix
-        if isinstance(matrix, TwoFormMatrix | QuantisedMatrix | JoinedMatrix):
-            # Kernels of blocks have one order of sums, and serve every step (`PackedLayout.use_blocks`).
+        if isinstance(matrix, TwoFormMatrix | QuantisedMatrix | JoinedMatrix | Bfloat16Matrix):
+            # Such kernels have one order of sums, and serve every step (`PackedLayout.use_blocks`).
             return
         fixed.use(matrix)
         kind = type(self), type(matrix), matrix.shape, matrix.bias is None
@@ -68,7 +69,7 @@ class GatedLinear(Linear):
         super().__init__(inputs, (outputs, outputs), parts, options, bias=bias)
         operations = options.operations
         self._activation = activation
-        if isinstance(self.matrix, QuantisedMatrix):
+        if isinstance(self.matrix, QuantisedMatrix | Bfloat16Matrix):
             self._product = partial(self.matrix.multiply_gated, activation=activation)
         else:
             gated = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]

@@ -14,6 +14,7 @@ from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.reader import Role
+from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
@@ -171,7 +172,8 @@ class TwoFormMatrix(PlainMatrix):
         return self._stored.take(self, self.bias)
 
 
-OneMatrix = PlainMatrix | ScaledMatrix | QuantisedMatrix
+OneMatrix = PlainMatrix | Bfloat16Matrix | ScaledMatrix | QuantisedMatrix
+TableMatrix = PlainMatrix | Bfloat16Matrix | QuantisedMatrix
 
 
 class JoinedMatrix(nn.Module):
@@ -206,7 +208,8 @@ def matrix_for(
     """Creates a matrix without values, of the class for the encoding of its `parts`; `outputs`: of each of them. A
     matrix in blocks stays in blocks if kernels serve all steps; it is also widened to the dtype of products if they
     only serve few rows, or only widened if no kernel reads its blocks. Parts of different encodings are widened too,
-    unless kernels serve all steps of those in blocks."""
+    unless kernels serve all steps of those in blocks. A plain one stays in bfloat16 if kernels widen it in each
+    product."""
     matrices = options.block_matrices
     if len(parts) > 1 and matrices is not None and matrices.serves_all_rows and not _serves(parts, outputs, options):
         found = [
@@ -231,7 +234,7 @@ def _matrix(
 ) -> OneMatrix:
     encoding, dtype, matrices, rows = options.encoding_of(*parts), options.dtype, options.block_matrices, sum(outputs)
     if encoding is None:
-        return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
+        return _plain(inputs, rows, parts, options, bias=bias)
     if encoding.block is None:
         return ScaledMatrix(encoding, inputs, rows, parts, bias=bias, dtype=dtype)
     if matrices is None:
@@ -245,11 +248,20 @@ def _matrix(
     return form(encoding, inputs, rows, parts, bias=bias, dtype=dtype, matrices=matrices)
 
 
-def table_for(rows: int, width: int, part: Part, options: PartOptions) -> PlainMatrix | QuantisedMatrix:
-    """Creates a matrix `[rows, width]` without values whose rows are looked up: in blocks if kernels serve it too, else
-    plain."""
+def table_for(rows: int, width: int, part: Part, options: PartOptions) -> TableMatrix:
+    """Creates a matrix `[rows, width]` without values whose rows are looked up: in blocks if kernels serve it too, in
+    bfloat16 if such matrices stay in it, else plain."""
     if options.block_matrices is not None and options.block_matrices.serves_all_rows:
         found = matrix_for(width, (rows,), (part,), options, bias=False)
         if isinstance(found, QuantisedMatrix):
             return found
-    return PlainMatrix(width, rows, (part,), bias=False, dtype=options.dtype)
+    return _plain(width, rows, (part,), options, bias=False)
+
+
+def _plain(
+    inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool
+) -> PlainMatrix | Bfloat16Matrix:
+    products = options.bfloat16_products(*parts)
+    if products is None or outputs < products.least_outputs * (2 if parts[0] is Part.GATE else 1):
+        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=options.dtype)
+    return Bfloat16Matrix(inputs, outputs, parts, bias=bias, products=products)
