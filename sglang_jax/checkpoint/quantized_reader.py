@@ -169,7 +169,9 @@ class QuantizedReader:
         if scheme.packed and not packed:
             yield f"mistyped: {name} is stored as {kind}, it is to be in {_companion(name, _PACKED)}"
             return
-        wanted, how = (np.dtype(np.int32), "packed in") if packed else (_DTYPES[scheme.encoding.values], "quantised to")
+        wanted, how = (
+            (np.dtype(np.int32), "packed in") if packed else (_DTYPES[scheme.encoding.value_type], "quantised to")
+        )
         if stored != wanted:
             yield f"mistyped: {name} is stored as {kind}, it is to be {how} {wanted}"
         if packed:

@@ -23,7 +23,6 @@ class Role(Enum):
 
     VALUES = "values"
     SCALES = "scales"
-    OFFSETS = "offsets"
     INPUT_SCALE = "input_scale"
 
 

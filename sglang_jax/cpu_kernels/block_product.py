@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from sglang_jax.checkpoint.encoding import BLOCK
+from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.cpu_kernels.block_layout import LARGEST, OUTPUTS, TILES
 from sglang_jax.cpu_kernels.block_tiles import FEW_ROWS, MAX_ROWS, multiply_tile, widen_halves, widen_tile
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler

@@ -13,8 +13,8 @@ import numba
 
 logger = logging.getLogger(__name__)
 
-_FAST_ARITHMETIC = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be reordered and fused with products, but NaN and infinity are preserved."""
+_FAST_ARITHMETIC = {"contract", "nsz", "arcp"}
+"""Sums may be fused with products, but NaN and infinity are preserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,16 @@ class KernelCompiler:
             return cls(None)
         return cls(below)
 
-    def __call__(self, kernel: Callable[[Any], None]) -> CompiledKernel:
-        """Compiles a kernel (see `work`), whose constants may be integers of the function around it."""
+    def __call__(self, kernel: Callable[[Any], None], *, in_order: bool = False) -> CompiledKernel:
+        """Compiles a kernel (see `work`), whose constants may be integers of the function around it. Sums and products
+        are computed `in_order`, or as is fastest."""
         before = numba.config.CACHE_DIR
         if self.folder is not None:
             numba.config.CACHE_DIR = str(self.folder)
         try:
             function = numba.cfunc(
                 numba.void(numba.types.CPointer(numba.int64)),
-                fastmath=_FAST_ARITHMETIC,
+                fastmath=_FAST_ARITHMETIC if in_order else _FAST_ARITHMETIC | {"reassoc"},
                 error_model="numpy",
                 cache=self.folder is not None,
             )(kernel)

@@ -9,6 +9,7 @@ from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
 from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
 from sglang_jax.config import CpuActivations, Dtype, EngineConfig, WeightQuantization
@@ -50,13 +51,13 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
     return quantization_for(checkpoint, wanted)
 
 
-def has_blocks(checkpoint: Checkpoint) -> bool:
-    """Whether some matrices are in quantised blocks that kernels can read (see `cpu_kernels.block_layout`)."""
+def has_blocks(checkpoint: Checkpoint, types: Collection[BlockType] = tuple(BlockType)) -> bool:
+    """Whether some matrices are in quantised blocks of these types."""
     reader = checkpoint.reader
     if reader is None or not checkpoint.reads_gguf:
         return False
     encodings = (reader.encoding(name) for name in reader.names())
-    return any(encoding is not None and encoding.block is not None for encoding in encodings)
+    return any(encoding is not None and encoding.values in types for encoding in encodings)
 
 
 def only_blocks(checkpoint: Checkpoint) -> bool:
@@ -85,12 +86,15 @@ def rounds_activations(config: EngineConfig) -> bool:
 def wants_blocks(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     """Whether matrices of the checkpoint should be kept in blocks. Raises `ConfigError` if that was asked for and it
     has none."""
-    if has_blocks(checkpoint):
-        return config.keep_gguf_blocks or rounds_activations(config)
+    rounds = rounds_activations(config)
+    types = tuple(BlockType) if rounds else WITH_EXACT_ACTIVATIONS
+    if has_blocks(checkpoint, types):
+        return config.keep_gguf_blocks or rounds
     if asks_for_blocks(config):
+        *others, last = (kind.value for kind in types)
         raise ConfigError(
-            f"{_option_of_blocks(config)}: {checkpoint.source.path} is not a GGUF file with Q4_0, Q4_1 or Q8_0 "
-            "matrices: remove the option"
+            f"{_option_of_blocks(config)}: {checkpoint.source.path} is not a GGUF file with {', '.join(others)} or "
+            f"{last} matrices: remove the option"
         )
     return False
 

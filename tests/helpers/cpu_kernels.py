@@ -12,6 +12,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.cpu_kernels.bfloat16_tiles import FloatVectors
 from sglang_jax.cpu_kernels.byte_units import best_unit
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
+from sglang_jax.cpu_kernels.prompt_tiles import Products
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.cpu_prompts import CpuPrompts
 from torch_backend.attention.interface import HeadForm
@@ -19,7 +20,6 @@ from torch_backend.cpu_kernels.bfloat16_matrix import CpuBfloat16Products
 from torch_backend.cpu_kernels.block_matrix import BlockProducts
 from torch_backend.cpu_kernels.compiling import caching_compiler
 from torch_backend.cpu_kernels.operations import CpuOperations
-from torch_backend.cpu_kernels.prompt_tiles import Products
 from torch_backend.cpu_kernels.recording import RecordedLayers
 from torch_backend.cpu_kernels.threads import OwnThreads
 

@@ -17,6 +17,7 @@ from numba.core.errors import TypingError
 
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from sglang_jax.cpu_kernels.language import add, floats, load, store, take
+from sglang_jax.cpu_kernels.rms_norm import build_rms_norm
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 from torch_backend import cpu_trial
 from torch_backend.attention.cpu import CpuAttention
@@ -25,7 +26,6 @@ from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_kernels import team
 from torch_backend.cpu_kernels.compiling import caching_compiler
 from torch_backend.cpu_kernels.operations import CpuOperations
-from torch_backend.cpu_kernels.rms_norm import build_rms_norm
 from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.cpu_kernels.threads import OwnThreads
 from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels

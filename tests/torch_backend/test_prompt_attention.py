@@ -12,11 +12,11 @@ from helpers.torch_attention_steps import Case, error, make_step
 from numba import config
 
 from sglang_jax.config import EngineConfig
+from sglang_jax.cpu_kernels.prompt_tiles import EIGHTS, FOURS, PAIRS, SIXTEENS, Products
 from sglang_jax.cpu_kernels.vectors import supported
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.cpu_prompts import CpuPrompts
 from torch_backend.attention.interface import HeadForm
-from torch_backend.cpu_kernels.prompt_tiles import EIGHTS, FOURS, PAIRS, SIXTEENS, Products
 from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
+from sglang_jax.cpu_kernels.decode_attention import FIELDS, build_decode_attention, scratch_floats
 from torch_backend.attention.cpu_prompts import CpuPrompts, items_of
 from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.attention.native import NativeStep
 from torch_backend.batch import ForwardBatch
-from torch_backend.cpu_kernels.decode_attention import FIELDS, build_decode_attention, scratch_floats
 from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.cpu_kernels.threads import OwnThreads
 from torch_backend.kv_pages import KVPages

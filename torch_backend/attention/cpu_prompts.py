@@ -8,16 +8,16 @@ from itertools import pairwise
 import torch
 
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
-from torch_backend.attention.interface import AttentionOptions, HeadForm
-from torch_backend.batch import ForwardBatch
-from torch_backend.cpu_kernels.prompt_attention import (
+from sglang_jax.cpu_kernels.prompt_attention import (
     FIELDS,
     build_prompt_attention,
     scratch_bytes,
     supported_head_dim,
     tokens_of_item,
 )
-from torch_backend.cpu_kernels.prompt_tiles import Products
+from sglang_jax.cpu_kernels.prompt_tiles import Products
+from torch_backend.attention.interface import AttentionOptions, HeadForm
+from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.cpu_kernels.threads import OwnThreads
 from torch_backend.kv_pages import KVPages

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from sglang_jax.cpu_kernels import rms_norm, rotate_and_write
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
-from torch_backend.cpu_kernels import rms_norm, rotate_and_write
 from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.cpu_kernels.threads import OwnThreads
 from torch_backend.kv_pages import KVPages

@@ -13,11 +13,6 @@ from sglang_jax.checkpoint.encoding import Encoding, Stored
 class BlockedMatrix(Protocol):
     """A matrix of quantised values in blocks, as a checkpoint stores it."""
 
-    @property
-    def bits(self) -> int:
-        """Bits of a value."""
-        ...
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
         ...

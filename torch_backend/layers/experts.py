@@ -117,7 +117,7 @@ class Experts(Loadable):
         encoding = options.encoding_of(*parts)
         if encoding is None or encoding.block is not None:
             return self.declare(name, shape, options.dtype, *parts), None
-        values = self.declare(name, shape, VALUE_TYPES[encoding.values], *parts, role=Role.VALUES)
+        values = self.declare(name, shape, VALUE_TYPES[encoding.value_type], *parts, role=Role.VALUES)
         return values, self.declare(f"{name}_scales", shape[:2], torch.float32, *parts, role=Role.SCALES)
 
     def _bias(

@@ -10,16 +10,13 @@ from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
-from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
+from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES, PlainProduct, ScaledProduct, multiply_widened, product_for
-
-_BLOCK_VALUES = {ValueType.INT4: torch.uint8, ValueType.INT8: torch.int8}
-"""Dtypes of matrices in blocks; a byte holds two values of four bits."""
 
 
 class PlainMatrix(Loadable):
@@ -59,7 +56,7 @@ class ScaledMatrix(Loadable):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        values = VALUE_TYPES[encoding.values]
+        values = VALUE_TYPES[encoding.value_type]
         self.encoding = encoding
         self.shape, self.dtype = (outputs, inputs), dtype
         self.values = self.declare("values", (outputs, inputs), values, *parts, role=Role.VALUES)
@@ -77,30 +74,23 @@ class ScaledMatrix(Loadable):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A checkpoint's quantised blocks of a matrix `[outputs, inputs]`, as parameters of a module: loaded as stored,
-    values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`. It does not refer to the module, which
-    could then only be freed by the garbage collector, from which a running engine keeps its model."""
+    """A checkpoint's quantised blocks of a matrix `[outputs, inputs]`, as a parameter of a module: loaded as stored,
+    `[outputs, blocks, bytes]`. It does not refer to the module, which could then only be freed by the garbage
+    collector, from which a running engine keeps its model."""
 
     encoding: Encoding
     matrices: BlockMatrices
 
     def declare(self, module: Loadable, inputs: int, outputs: int, parts: Sequence[Part]) -> None:
-        encoding = self.encoding
-        assert encoding.block is not None
-        blocks = (outputs, inputs // encoding.block)
-        values = (*blocks, encoding.block * encoding.bits // 8)
-        for role in encoding.roles:
-            shape = values if role is Role.VALUES else blocks
-            dtype = _BLOCK_VALUES[encoding.values] if role is Role.VALUES else torch.float16
-            module.register_parameter(role.value, module.declare(role.value, shape, dtype, *parts, role=role))
+        kind, role = self.encoding.block_type, Role.VALUES
+        shape = (outputs, inputs // kind.weights, kind.nbytes)
+        module.register_parameter(role.value, module.declare(role.value, shape, torch.uint8, *parts, role=role))
 
     def take(self, module: Loadable, bias: torch.Tensor | None) -> BlockedMatrix:
         """Converts the loaded blocks to the form of the kernels, and releases the loaded arrays."""
-        arrays = {role: module.get_parameter(role.value) for role in self.encoding.roles}
-        blocks = Stored(self.encoding, {role: array.numpy() for role, array in arrays.items()})
-        matrix = self.matrices.matrix(blocks, bias)
-        for role, array in arrays.items():
-            module.register_parameter(role.value, drop_value(array))
+        array = module.get_parameter(Role.VALUES.value)
+        matrix = self.matrices.matrix(Stored(self.encoding, {Role.VALUES: array.numpy()}), bias)
+        module.register_parameter(Role.VALUES.value, drop_value(array))
         return matrix
 
 

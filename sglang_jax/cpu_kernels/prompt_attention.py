@@ -29,8 +29,7 @@ from sglang_jax.cpu_kernels.language import (
     store,
     take,
 )
-from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
-from torch_backend.cpu_kernels.prompt_tiles import (
+from sglang_jax.cpu_kernels.prompt_tiles import (
     LANES,
     PAIRS,
     ROWS,
@@ -43,6 +42,7 @@ from torch_backend.cpu_kernels.prompt_tiles import (
     sum_weights,
     transpose_words,
 )
+from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 FIELDS = "qqqqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, starts of sequences among the queries,
