@@ -32,6 +32,7 @@ def build_product_call(kernel: CompiledKernel, bits: int, form: BlockForm = EXAC
         words[FIRST_FIELD + 7] = rows
         words[FIRST_FIELD + 8] = outputs
         words[FIRST_FIELD + 9] = inputs
+        words[FIRST_FIELD + 11] = outputs
         return min(slots, items) if rows * outputs * inputs // levels_read >= ELEMENTS_WORTH_SHARING else 1
 
     return build_xla_call(kernel, FIELDS, fill)

@@ -61,18 +61,12 @@ def has_blocks(checkpoint: Checkpoint, types: Collection[BlockType] = tuple(Bloc
 
 
 def only_blocks(checkpoint: Checkpoint) -> bool:
-    """Whether all matrices can stay in blocks: each is in blocks, all of a layer in the same kind, so that joined ones
-    stay in blocks too, and none is of an expert."""
+    """Whether all matrices can stay in blocks: each is in blocks, and none is of an expert."""
     if not has_blocks(checkpoint):
         return False
-    found: dict[int | None, set[Encoding | None]] = {}
     encodings = encodings_of(checkpoint, None)
-    for spec in manifest_of(checkpoint.config).specs.values():
-        if spec.is_matrix:
-            encoding = None if spec.places else encodings(spec.name)
-            found.setdefault(spec.name.layer, set()).add(encoding)
-    tables = found.pop(None, set())
-    return None not in tables and all(len(layer) == 1 and None not in layer for layer in found.values())
+    matrices = [spec for spec in manifest_of(checkpoint.config).specs.values() if spec.is_matrix]
+    return not any(spec.places or encodings(spec.name) is None for spec in matrices)
 
 
 def rounds_activations(config: EngineConfig) -> bool:

@@ -8,8 +8,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-from helpers.gguf_files import write_gguf
+from helpers.gguf_files import make_tiny_gguf, model_tensors, write_gguf
 from helpers.small_configs import small_config
+from helpers.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.tensor_names import Part
@@ -74,3 +75,22 @@ def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Pat
     data = stored(kind, outputs, inputs)
     parameters, name = opened(folder, data, kind, "qwen2")
     return parameters.read_stored(name), dequantize(data, kind).astype(ml_dtypes.bfloat16)
+
+
+def make_mixed_gguf(folder: Path, *, tied: bool, up: GGMLQuantizationType = GGMLQuantizationType.Q5_K) -> Path:
+    """A tiny Llama whose matrices have types such as those of a file "Q4_K_M". `up`: that of `ffn_up`; `ffn_gate` has
+    Q5_K."""
+    model = make_tiny_model("llama", hidden_size=256, intermediate_size=512, tie_word_embeddings=tied, vocab_size=378)
+    kinds = {"attn_v": Q6_K, "ffn_down": Q6_K, "token_embd": Q6_K, "output": Q6_K, "ffn_gate": Q5_K, "ffn_up": up}
+    shapes = {
+        name: data.shape for name, (data, _) in model_tensors(model, GGMLQuantizationType.F32).items() if data.ndim == 2
+    }
+    others = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        kind = kinds.get(name.split(".")[-2], GGMLQuantizationType.Q4_K)
+        others[name] = weights_around_zero(kind, shape, 0.1, number), kind
+    tokenizer = make_tiny_tokenizer(folder)
+    return make_tiny_gguf(folder / "model.gguf", model, tokenizer, kind=GGMLQuantizationType.Q8_0, others=others)
+
+
+Q5_K, Q6_K = GGMLQuantizationType.Q5_K, GGMLQuantizationType.Q6_K

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from gguf import GGMLQuantizationType
+from helpers.gguf_blocks import make_mixed_gguf
 from helpers.gguf_files import make_tiny_gguf
 from helpers.paged_model import PagedModel
 from helpers.plan_driver import PlanDriver
@@ -21,6 +22,7 @@ from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.encoding import BLOCKS, Encoding
 from sglang_jax.checkpoint.ggml_blocks import BlockType
+from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.config import Dtype, EngineConfig
 from sglang_jax.cpu_kernels import vectors
 from sglang_jax.cpu_kernels.byte_units import UNITS, best_unit
@@ -28,6 +30,7 @@ from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product
 from sglang_jax.jax_runner.loading import load_rank
 from sglang_jax.layers.block_matrix import BlockProduct
+from sglang_jax.layers.matrix import JoinedMatrix
 from sglang_jax.runner.plan import PromptLogprobs
 from sglang_jax.runner.quantization import keeps_blocks
 
@@ -88,6 +91,25 @@ def test_a_model_in_blocks_has_no_widened_copy(tied: bool, tmp_path: Path) -> No
     steps = [{0: 40, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
     for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
         assert found.shape == wanted.shape
+        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+def test_a_model_with_matrices_of_several_types_stays_in_blocks(tmp_path: Path) -> None:
+    """Queries, keys and values, or gate and up, are joined although their blocks differ. Rows of a table of Q6_K are
+    those of the widened one."""
+    file = make_mixed_gguf(tmp_path, tied=True, up=GGMLQuantizationType.Q4_K)
+    widened = PagedModel(file, dtype="bfloat16", page_size=16)
+    in_blocks = partial(block_product, cache_folder=EngineConfig().cache_folder(), unit=best_unit())
+    blocks = PagedModel(file, dtype="bfloat16", page_size=16, block_products=in_blocks)
+    joined = [each for _, each in nnx.iter_modules(blocks.model) if isinstance(each, JoinedMatrix)]
+    assert [len(each.matrices) for each in joined] == [3, 2] * 2
+    held = sum(each.nbytes for each in jax.tree.leaves(nnx.state(blocks.model)))
+    assert held < 1.03 * sum(each.num_bytes for each in open_gguf(file).tensors.values())
+    ids = jnp.array([0, 1, 15, 16, 17, 376, 377], jnp.int32)
+    np.testing.assert_array_equal(*(np.asarray(jax.jit(each.model.embedding)(ids)) for each in (blocks, widened)))
+    tokens = np.random.default_rng(0).integers(0, 378, (4, 50)).astype(np.int32)
+    steps = [{0: 40, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 

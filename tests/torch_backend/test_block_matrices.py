@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from helpers import gguf_blocks
 from helpers.cpu_kernels import block_products, integer_products
 from helpers.fixed_rows import differences
-from helpers.gguf_blocks import EXACT_KINDS, KINDS, opened, stored
+from helpers.gguf_blocks import EXACT_KINDS, KINDS, make_mixed_gguf, opened, stored
 from helpers.gguf_files import make_tiny_gguf
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from helpers.torch_paged_model import TorchPagedModel
@@ -27,12 +27,14 @@ from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.encoding import BLOCKS, Stored
 from sglang_jax.checkpoint.ggml_blocks import BlockType
+from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.config import AttentionBackend, EngineConfig
 from sglang_jax.cpu_kernels import vectors
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.integer_layout import rounded_rows
 from sglang_jax.cpu_kernels.vectors import supported
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.quantization import only_blocks
 from torch_backend import building
 from torch_backend.attention.native import NativeAttention
 from torch_backend.building import _block_matrices
@@ -41,7 +43,7 @@ from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import matrix_by_size
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.layout import PackedLayout
-from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, TwoFormMatrix
+from torch_backend.layers.matrix import JoinedMatrix, PlainMatrix, QuantisedMatrix, TwoFormMatrix
 from torch_backend.layers.matrix_by_size import MatrixBySize, MatrixShape, Product, set_limits
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
@@ -205,6 +207,26 @@ def test_a_model_with_blocks_has_the_logits_of_the_widened_one(tied: bool, tmp_p
             each.limit = limit
         for found, wanted in zip(blocks.run(tokens, steps), expected, strict=True):
             assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+
+
+def test_a_model_with_matrices_of_several_types_stays_in_blocks(tmp_path: Path) -> None:
+    """Queries, keys and values, or gate and up, are joined although their blocks differ."""
+    file = make_mixed_gguf(tmp_path, tied=True, up=GGMLQuantizationType.Q4_K)
+    checkpoint = open_checkpoint(str(file))
+    assert only_blocks(checkpoint)
+    widened = TorchPagedModel(file, dtype=torch.bfloat16, page_size=16)
+    blocks = TorchPagedModel(file, dtype=torch.bfloat16, page_size=16, block_matrices=integer_products())
+    modules = list(blocks.model.modules())
+    assert not [each for each in modules if isinstance(each, PlainMatrix)]
+    joined = [each for each in modules if isinstance(each, JoinedMatrix)]
+    assert [len(each.matrices) for each in joined] == [3, 2] * 2
+    assert weight_bytes(blocks.model) < 1.03 * sum(each.num_bytes for each in open_gguf(file).tensors.values())
+    ids = torch.tensor([0, 1, 15, 16, 17, 376, 377], dtype=torch.int32)
+    assert torch.equal(blocks.model.embeddings[0](ids), widened.model.embeddings[0](ids))
+    tokens = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, (4, 90)).astype(np.int32)
+    steps = [{0: 80, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
+        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])

@@ -89,6 +89,7 @@ class CpuBfloat16Products:
             outputs,
             inputs,
             activation,
+            outputs,
         )
         return output
 

@@ -110,9 +110,10 @@ class BlockProducts:
         return BlockMatrix(self, blocks, bias)
 
     def run(
-        self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor
+        self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor, outputs: int
     ) -> torch.Tensor:
-        rows, outputs = output.shape
+        """Writes `outputs` numbers to each row of `output`, which is contiguous or some columns of a matrix that is."""
+        rows = len(x)
         launcher = matrix.launcher if activation is None else matrix.gated_launcher
         launcher(
             matrix.num_levels * rows,
@@ -126,6 +127,7 @@ class BlockProducts:
             outputs,
             matrix.inputs,
             0 if activation is None else _ACTIVATIONS[activation],
+            output.stride(0),
         )
         return output
 
@@ -161,7 +163,8 @@ class BlockMatrix:
         missing = -self.outputs % products.form.outputs
         packed = products.form.pack(blocks.of_rows(functools.partial(with_zeros, missing)))
         self.bias = None if bias is None else functional.pad(bias, (0, missing))
-        self._missing = missing
+        self.columns = self.outputs + missing
+        """Outputs that a product writes: those behind `outputs` are zeros."""
         self.levels, self.scales = torch.from_numpy(packed.levels), torch.from_numpy(packed.scales)
         self.num_levels = self.levels.numel()
         self.addresses = (
@@ -182,14 +185,18 @@ class BlockMatrix:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
-        output = torch.empty((len(x), self.outputs + self._missing), dtype=x.dtype)
-        self._products.run(self, x.contiguous(), None, output)
-        return output[:, : self.outputs] if self._missing else output
+        output = torch.empty((len(x), self.columns), dtype=x.dtype)
+        self.multiply_into(x, output)
+        return output[:, : self.outputs] if self.columns > self.outputs else output
+
+    def multiply_into(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """See `BlockedMatrix`."""
+        self._products.run(self, x.contiguous(), None, output, self.columns)
 
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """For a matrix of gate and up, in this order: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         output = torch.empty((len(x), self.outputs // 2), dtype=x.dtype)
-        return self._products.run(self, x.contiguous(), activation, output)
+        return self._products.run(self, x.contiguous(), activation, output, self.outputs // 2)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Dequantised rows `[T]` of a matrix in a layout of integers, `[T, inputs]` in the dtype of products."""

@@ -17,6 +17,15 @@ class BlockedMatrix(Protocol):
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
         ...
 
+    @property
+    def columns(self) -> int:
+        """Columns that `multiply_into` writes: as many as outputs, or some more."""
+        ...
+
+    def multiply_into(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Like `multiply`, into the first columns of `output`, which may be a part of a larger matrix."""
+        ...
+
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """For a matrix of gate and up, in this order: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         ...

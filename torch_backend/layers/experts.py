@@ -243,8 +243,8 @@ class SharedExpert(Loadable):
         super().__init__()
         inner, hidden = len(options.shard.intermediate(config.shared_size)), options.hidden_size
         both = (Part.SHARED_GATE, Part.SHARED_UP)
-        self.gate_up = Linear(hidden, 2 * inner, both, options)
-        self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), options)
+        self.gate_up = Linear(hidden, (inner, inner), both, options)
+        self.down = Linear(inner, (hidden,), (Part.SHARED_DOWN,), options)
         self.router = None
         if config.shared_gate:
             self.router = self.declare("router", (1, hidden), torch.float32, Part.SHARED_ROUTER)

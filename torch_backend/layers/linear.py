@@ -13,17 +13,17 @@ from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.layout import Layout
-from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, TwoFormMatrix, matrix_for
+from torch_backend.layers.matrix import JoinedMatrix, PlainMatrix, QuantisedMatrix, TwoFormMatrix, matrix_for
 from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.part import PartOptions
 
 
 class Linear(nn.Module):
     """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias. `parts`: matrices that multiply the same input,
-    concatenated along the outputs."""
+    concatenated along the outputs; `outputs`: of each of them."""
 
     def __init__(
-        self, inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool = False
+        self, inputs: int, outputs: Sequence[int], parts: Sequence[Part], options: PartOptions, *, bias: bool = False
     ) -> None:
         super().__init__()
         self.matrix = matrix_for(inputs, outputs, parts, options, bias=bias)
@@ -45,7 +45,7 @@ class Linear(nn.Module):
     def fix_rows(self, fixed: FixedRows) -> None:
         """Makes the results of a loaded matrix independent of the number of rows."""
         matrix = self.matrix
-        if isinstance(matrix, TwoFormMatrix | QuantisedMatrix | Bfloat16Matrix):
+        if isinstance(matrix, TwoFormMatrix | QuantisedMatrix | JoinedMatrix | Bfloat16Matrix):
             # Such kernels have one order of sums, and serve every step (`PackedLayout.use_blocks`).
             return
         fixed.use(matrix)
@@ -66,7 +66,7 @@ class GatedLinear(Linear):
         *,
         bias: bool = False,
     ) -> None:
-        super().__init__(inputs, 2 * outputs, parts, options, bias=bias)
+        super().__init__(inputs, (outputs, outputs), parts, options, bias=bias)
         operations = options.operations
         self._activation = activation
         if isinstance(self.matrix, QuantisedMatrix | Bfloat16Matrix):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
@@ -124,6 +126,17 @@ class QuantisedMatrix(Loadable):
         assert self._packed is not None
         return self._packed.multiply(x)
 
+    @property
+    def columns(self) -> int:
+        """See `BlockedMatrix`."""
+        assert self._packed is not None
+        return self._packed.columns
+
+    def multiply_into(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """See `BlockedMatrix`."""
+        assert self._packed is not None
+        self._packed.multiply_into(x, output)
+
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See `BlockedMatrix`."""
         assert self._packed is not None
@@ -159,35 +172,87 @@ class TwoFormMatrix(PlainMatrix):
         return self._stored.take(self, self.bias)
 
 
-AnyMatrix = PlainMatrix | Bfloat16Matrix | ScaledMatrix | QuantisedMatrix
+OneMatrix = PlainMatrix | Bfloat16Matrix | ScaledMatrix | QuantisedMatrix
 TableMatrix = PlainMatrix | Bfloat16Matrix | QuantisedMatrix
 
 
-def matrix_for(inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool) -> AnyMatrix:
-    """Creates a matrix without values, of the class for the encoding of its `parts`. A matrix in blocks stays in blocks
-    if kernels serve all steps; it is also widened to the dtype of products if they only serve few rows, or only widened
-    if no kernel reads its blocks. A plain one stays in bfloat16 if kernels widen it in each product."""
-    encoding, dtype = options.encoding_of(*parts), options.dtype
+class JoinedMatrix(nn.Module):
+    """Matrices that multiply the same rows and are stored in different ways. Their outputs are concatenated."""
+
+    def __init__(self, matrices: Sequence[OneMatrix]) -> None:
+        super().__init__()
+        self.matrices = tuple(matrices)
+        self.modules_of_matrices = nn.ModuleList(self.matrices)
+        self.outputs = sum(each.shape[0] for each in self.matrices)
+        self.in_blocks = [each for each in self.matrices if isinstance(each, QuantisedMatrix)]
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PlainMatrix.multiply`."""
+        if len(self.in_blocks) < len(self.matrices):
+            return torch.cat([each.multiply(x) for each in self.matrices], dim=-1)
+        firsts = [0, *accumulate(each.shape[0] for each in self.in_blocks)]
+        columns = max(first + each.columns for first, each in zip(firsts, self.in_blocks, strict=False))
+        output = x.new_empty((len(x), columns))
+        for first, each in zip(firsts, self.in_blocks, strict=False):
+            # What it writes past its own columns, the next one overwrites.
+            each.multiply_into(x, output[:, first:])
+        return output[:, : self.outputs] if columns > self.outputs else output
+
+
+AnyMatrix = OneMatrix | JoinedMatrix
+
+
+def matrix_for(
+    inputs: int, outputs: Sequence[int], parts: Sequence[Part], options: PartOptions, *, bias: bool
+) -> AnyMatrix:
+    """Creates a matrix without values, of the class for the encoding of its `parts`; `outputs`: of each of them. A
+    matrix in blocks stays in blocks if kernels serve all steps; it is also widened to the dtype of products if they
+    only serve few rows, or only widened if no kernel reads its blocks. Parts of different encodings are widened too,
+    unless kernels serve all steps of those in blocks. A plain one stays in bfloat16 if kernels widen it in each
+    product."""
+    matrices = options.block_matrices
+    if len(parts) > 1 and matrices is not None and matrices.serves_all_rows and not _serves(parts, outputs, options):
+        found = [
+            _matrix(inputs, (size,), (part,), options, bias=bias) for size, part in zip(outputs, parts, strict=True)
+        ]
+        in_blocks = [isinstance(each, QuantisedMatrix) for each in found]
+        if all(in_blocks) or (any(in_blocks) and not options.fixed):
+            return JoinedMatrix(found)
+    return _matrix(inputs, outputs, parts, options, bias=bias)
+
+
+def _serves(parts: Sequence[Part], outputs: Sequence[int], options: PartOptions) -> bool:
+    """Whether one product of a kernel can serve all parts of a matrix."""
+    encoding, matrices = options.encoding_of(*parts), options.block_matrices
+    if encoding is None or matrices is None:
+        return False
+    return parts[0] is not Part.GATE or not outputs[0] % matrices.outputs_together
+
+
+def _matrix(
+    inputs: int, outputs: Sequence[int], parts: Sequence[Part], options: PartOptions, *, bias: bool
+) -> OneMatrix:
+    encoding, dtype, matrices, rows = options.encoding_of(*parts), options.dtype, options.block_matrices, sum(outputs)
     if encoding is None:
-        return _plain(inputs, outputs, parts, options, bias=bias)
+        return _plain(inputs, rows, parts, options, bias=bias)
     if encoding.block is None:
-        return ScaledMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype)
-    matrices, gated = options.block_matrices, parts[0] is Part.GATE
+        return ScaledMatrix(encoding, inputs, rows, parts, bias=bias, dtype=dtype)
     if matrices is None:
-        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
+        return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
+    gated = parts[0] is Part.GATE and len(parts) > 1
     together = matrices.outputs_together * (2 if gated else 1)
-    fits = not inputs % encoding.block and (not outputs % together or (matrices.serves_all_rows and not gated))
+    fits = not inputs % encoding.block and (not rows % together or (matrices.serves_all_rows and not gated))
     if not fits or not matrices.work(encoding, gated=gated):
-        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
+        return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
     form = QuantisedMatrix if matrices.serves_all_rows else TwoFormMatrix
-    return form(encoding, inputs, outputs, parts, bias=bias, dtype=dtype, matrices=matrices)
+    return form(encoding, inputs, rows, parts, bias=bias, dtype=dtype, matrices=matrices)
 
 
 def table_for(rows: int, width: int, part: Part, options: PartOptions) -> TableMatrix:
     """Creates a matrix `[rows, width]` without values whose rows are looked up: in blocks if kernels serve it too, in
     bfloat16 if such matrices stay in it, else plain."""
     if options.block_matrices is not None and options.block_matrices.serves_all_rows:
-        found = matrix_for(width, rows, (part,), options, bias=False)
+        found = matrix_for(width, (rows,), (part,), options, bias=False)
         if isinstance(found, QuantisedMatrix):
             return found
     return _plain(width, rows, (part,), options, bias=False)

@@ -81,7 +81,7 @@ class Head(nn.Module):
     def __init__(self, vocab_size: int, options: PartOptions, shards: Sequence[ModelShard]) -> None:
         super().__init__()
         hidden, parts = options.hidden_size, (Part.HEAD,)
-        self.linears = tuple(Linear(hidden, shard.vocabulary_rows, parts, options) for shard in shards)
+        self.linears = tuple(Linear(hidden, (shard.vocabulary_rows,), parts, options) for shard in shards)
         self.modules_of_shards = nn.ModuleList(map(of_shard, self.linears, shards))
         self._vocab_size = vocab_size
         self._parallel = options.parallel
