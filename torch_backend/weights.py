@@ -25,6 +25,7 @@ from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
+from torch_backend.layers.experts import Experts
 from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, ScaledMatrix, TwoFormMatrix
 from torch_backend.layers.packed import packing_works
@@ -119,7 +120,7 @@ def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[Paramete
         for module, name, parts in sources(model, config)
         for part in parts
         if (part.role is Role.VALUES and not isinstance(module, TwoFormMatrix) and not _in_blocks(module))
-        or (name == "weight" and isinstance(module, Bfloat16Matrix))
+        or _stays_in_bfloat16(module, name)
     }
     table, head = ParameterName(Part.EMBEDDING), ParameterName(Part.HEAD)
     if model.tied and table in found:
@@ -129,6 +130,11 @@ def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[Paramete
 
 def _in_blocks(module: nn.Module) -> bool:
     return isinstance(module, QuantisedMatrix) and module.encoding.block is not None
+
+
+def _stays_in_bfloat16(module: nn.Module, name: str) -> bool:
+    of_experts = isinstance(module, Experts) and module.products is not None
+    return (isinstance(module, Bfloat16Matrix) or of_experts) and module.get_parameter(name).dtype == torch.bfloat16
 
 
 def packs(model: Transformer) -> bool:

@@ -92,12 +92,12 @@ class ParameterReader:
         return None if looked_up and found is not None and found.block is None else found
 
     def in_bfloat16(self, name: ParameterName) -> bool:
-        """Whether a matrix, but not those of experts, is stored in bfloat16, and used as stored. Reads no values."""
+        """Whether a matrix, or all those of experts, are stored in bfloat16, and used as stored. Reads no values."""
         spec = self.spec(name)
-        if not spec.is_matrix or spec.places or spec.offset or spec.factors or self._quantized(spec) is not None:
+        if not spec.is_matrix or spec.offset or spec.factors or self._quantized(spec) is not None:
             return False
-        tensor = spec.tensor_of(self._names)
-        return tensor in self._names and self._reader.in_bfloat16(tensor)
+        tensors = self._tensors_of(spec, None) or [spec.place(self._names).tensor]
+        return all(tensor in self._names and self._reader.in_bfloat16(tensor) for tensor in tensors)
 
     def _quantized(self, spec: ParameterSpec) -> Encoding | None:
         quantization = self._quantization

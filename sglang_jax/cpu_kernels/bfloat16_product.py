@@ -70,7 +70,8 @@ def build_bfloat16_product(compiler: KernelCompiler, vectors: FloatVectors) -> C
                 first = min(tile * OUTPUTS, outputs - OUTPUTS)
                 into, gap = sums, 4 * OUTPUTS
                 if in_place:
-                    into, gap = work[FIRST_FIELD + 4] + 4 * (group * LARGEST * outputs + first), 4 * outputs
+                    gap = 4 * work[FIRST_FIELD + 11]
+                    into = work[FIRST_FIELD + 4] + group * LARGEST * gap + 4 * first
                 for half in range(2 if gated else 1):
                     weights = work[FIRST_FIELD + 1] + (half * outputs + first) * 2 * inputs
                     last = weights + 2 * (inputs - left)

@@ -154,7 +154,7 @@ def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> E
 
 
 def matrices_in_bfloat16(checkpoint: Checkpoint, quantization: Quantization | None) -> frozenset[ParameterName]:
-    """The matrices that the checkpoint stores in bfloat16, and that can be used as stored; not those of experts."""
+    """The matrices that the checkpoint stores in bfloat16, and that can be used as stored."""
     if checkpoint.reader is None or checkpoint.transformers_config is not None:
         return frozenset()
     reader = ParameterReader(checkpoint.reader, checkpoint.config, quantization)
@@ -162,8 +162,9 @@ def matrices_in_bfloat16(checkpoint: Checkpoint, quantization: Quantization | No
 
 
 def only_bfloat16(model: ModelConfig, names: Collection[ParameterName]) -> bool:
-    """Whether all matrices of a model are among `names`."""
-    return all(spec.name in names for spec in manifest_of(model).specs.values() if spec.is_matrix)
+    """Whether all matrices of a model are among `names`, and none is of an expert."""
+    matrices = (spec for spec in manifest_of(model).specs.values() if spec.is_matrix)
+    return all(spec.name in names and not spec.places for spec in matrices)
 
 
 def keeps_blocks(needed: int, room: int) -> bool:

@@ -17,6 +17,7 @@ from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.elementwise import Apply, directly
 from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.bfloat16 import Bfloat16Products
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix_by_size import Product
@@ -76,6 +77,7 @@ class Experts(Loadable):
         self.router_bias = self._bias("router_bias", (experts,), Part.ROUTER, wanted=config.router_bias)
         self.correction = self._bias("correction", (experts,), Part.ROUTER_CORRECTION, wanted=config.correction)
         both = (Part.EXPERT_GATE, Part.EXPERT_UP)
+        self.products = self._products_of(options, min(2 * inner, hidden))
         self.gate_up, self.gate_up_scales = self._stack("gate_up", options, (experts, 2 * inner, hidden), *both)
         self.gate_up_bias = self._bias("gate_up_bias", (experts, 2 * inner), *both, wanted=config.bias, dtype=dtype)
         self.down, self.down_scales = self._stack("down", options, (experts, hidden, inner), Part.EXPERT_DOWN)
@@ -99,6 +101,8 @@ class Experts(Loadable):
         inputs = self.router.shape[1]
         route = partial(functional.linear, weight=self.router, bias=self.router_bias)
         self._fixed_route = fixed.in_tiles(route, inputs, torch.float32, (Experts, *self.router.shape))
+        if self.products is not None:
+            return
         gate_up = fixed.in_tiles(self._of_first, inputs, self.dtype, (Experts, *self.gate_up.shape, self.dtype))
         down = fixed.in_tiles(self._down_of_first, self.down.shape[2], self.dtype, (Experts, *self.down.shape))
         if any(isinstance(each, RowTiles) and each.sizes == (1,) for each in (gate_up, down)):
@@ -114,11 +118,19 @@ class Experts(Loadable):
         self, name: str, options: PartOptions, shape: tuple[int, ...], *parts: Part
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Declares the matrices `[experts, rows, columns]` of all experts, and scales of rows if they have 8 bits."""
+        if self.products is not None:
+            return self.declare(name, shape, torch.bfloat16, *parts), None
         encoding = options.encoding_of(*parts)
         if encoding is None or encoding.block is not None:
             return self.declare(name, shape, options.dtype, *parts), None
         values = self.declare(name, shape, VALUE_TYPES[encoding.value_type], *parts, role=Role.VALUES)
         return values, self.declare(f"{name}_scales", shape[:2], torch.float32, *parts, role=Role.SCALES)
+
+    def _products_of(self, options: PartOptions, outputs: int) -> Bfloat16Products | None:
+        """The products of all experts, if these stay in bfloat16. `outputs`: the fewest of a matrix."""
+        parts = (Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN)
+        found = options.bfloat16_products(*parts)
+        return None if found is None or outputs < found.least_outputs else found
 
     def _bias(
         self, name: str, shape: tuple[int, ...], *parts: Part, wanted: bool, dtype: torch.dtype = torch.float32
@@ -131,7 +143,9 @@ class Experts(Loadable):
         choice = choose_experts(self.config, logits, self.correction, step.padding, self._each)
         if memory.expert_tokens is not None:
             memory.expert_tokens.add_(choice.tokens_of(len(self.router)))
-        if x.device.type == "cpu":
+        if self.products is not None:
+            found = self._sorted(x, choice, partial(self._by_expert, self.products))
+        elif x.device.type == "cpu":
             found = self._sorted(x, choice, self._in_tiles)
         elif self._groups(x.device):
             found = self._sorted(x, choice, self._grouped)
@@ -180,6 +194,20 @@ class Experts(Loadable):
                 outputs[start : start + tile] = functional.linear(inner, down, down_bias)
             first += size
         return outputs[:rows]
+
+    def _by_expert(
+        self, products: Bfloat16Products, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes the rows of one expert after the other, with products that do not depend on their number."""
+        outputs = x.new_empty((len(x), self.down.shape[1]))
+        first = 0
+        for expert, size in enumerate(sizes.tolist()):
+            if size:
+                rows = slice(first, first + size)
+                gate_up = products.multiply(x[rows], self.gate_up[expert], _of(self.gate_up_bias, expert))
+                outputs[rows] = products.multiply(self._gated(gate_up), self.down[expert], _of(self.down_bias, expert))
+                first += size
+        return outputs
 
     def _grouped(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Uses torch's grouped product, which does not write the rows of padding at the end."""
