@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numba
 
 logger = logging.getLogger(__name__)
 
 _FAST_ARITHMETIC = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be reordered and fused with products, but NaN and infinity are preserved."""
+
+
+_KERNEL = numba.void(numba.types.CPointer(numba.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,15 @@ class KernelCompiler:
             return cls(None)
         return cls(below)
 
-    def __call__(self, kernel: Callable[[Any], None]) -> CompiledKernel:
-        """Compiles a kernel (see `work`), whose constants may be integers of the function around it."""
+    def __call__(self, kernel: Callable[[Any], Any], signature: Any = _KERNEL) -> CompiledKernel:
+        """Compiles a kernel (see `work`), or another function of C with a signature of numba. Its constants may be
+        integers and names of the function around it."""
         before = numba.config.CACHE_DIR
         if self.folder is not None:
             numba.config.CACHE_DIR = str(self.folder)
         try:
             function = numba.cfunc(
-                numba.void(numba.types.CPointer(numba.int64)),
+                signature,
                 fastmath=_FAST_ARITHMETIC,
                 error_model="numpy",
                 cache=self.folder is not None,
@@ -61,6 +66,12 @@ class CompiledKernel:
 
     address: int
     owner: object
+
+
+def name_function(name: str, address: int) -> None:
+    """Lets functions that are compiled or loaded afterwards find the machine code at an address by a name, so that what
+    is cached contains no addresses: see `language.address_of`."""
+    llvmlite.binding.add_symbol(name, address)
 
 
 def version_of_kernels(*packages: Path) -> str:

@@ -109,7 +109,7 @@ def _register(encoding: Encoding, cache_folder: Path | None, unit: int | None, w
                 kernel = build_block_product(compiler, encoding.bits, gated=False, width=4)
             else:
                 kernel = build_integer_product(compiler, unit, encoding.bits, gated=False, width=width, output_width=4)
-            function = build_product_call(kernel, encoding.bits, form)
+            function = build_product_call(compiler, name, kernel, encoding.bits, form)
             _registered[name] = function
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
     return name, form

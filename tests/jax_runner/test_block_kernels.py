@@ -146,8 +146,8 @@ def test_xla_s_threads_share_the_work_and_all_finish() -> None:
             for at in range(item * 32, item * 32 + 32):
                 store(output, at, np.float32(slot + 1))
 
-    function = build_product_call(compiling.KernelCompiler(None)(write_slots), 8)
-    target = f"write_slots_{function.address}"
+    compiler, target = compiling.KernelCompiler(None), "write_slots"
+    function = build_product_call(compiler, target, compiler(write_slots), 8)
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(block_kernels._Handler(function.address)), platform="cpu")
     kernel = BlockProduct(Q8, target, threads=2, max_rows=1)
     packed = pack(random_blocks(Q8, 1024, 64))
