@@ -58,6 +58,7 @@ ROUNDING = [
     "tests/runner/test_samplers.py",
     "tests/sampling",
     "tests/server/test_real_model_over_http.py",
+    "tests/torch_backend/test_bfloat16_matrices.py",
     "tests/torch_backend/test_block_matrices.py",
     "tests/torch_backend/test_cpu_attention.py",
     "tests/torch_backend/test_cpu_operations.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,13 +13,15 @@ from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import CacheGroup, cache_groups
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
+from sglang_jax.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype, MambaDtype
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.assembly import Models
 from sglang_jax.runner.determinism import shards_of
 from sglang_jax.runner.quantization import (
     encodings_of,
     keeps_blocks,
+    matrices_in_bfloat16,
+    only_bfloat16,
     only_blocks,
     refuse_blocks,
     rounds_activations,
@@ -27,15 +29,16 @@ from sglang_jax.runner.quantization import (
 )
 from sglang_jax.runner.sizing import GroupMemory, Sizes
 from torch_backend.cpu_trial import CpuForm
-from torch_backend.devices import available_memory, select_dtype
+from torch_backend.devices import available_memory, select_dtype, widens_bfloat16
 from torch_backend.kernel_choice import Kernels, choose_kernels, refuse_sinks
 from torch_backend.kv_pages import KVForm, StateDtypes
+from torch_backend.layers.bfloat16 import Bfloat16Weights
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import TensorParallel
 from torch_backend.process_group import share_cores
-from torch_backend.weights import bytes_in_blocks, load_weights, matrices_in_8_bits, packs, weight_bytes
+from torch_backend.weights import bytes_in_blocks, load_weights, matrices_as_stored, packs, weight_bytes
 
 if TYPE_CHECKING:
     from torch_backend.compilation.traced_model import TracedTransformer
@@ -47,7 +50,7 @@ _STATE_DTYPES = {MambaDtype.FLOAT32: torch.float32, MambaDtype.BFLOAT16: torch.b
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
     """A rank's shards of a model before its weights are loaded, with the dtypes of its keys and values, the bytes that
-    the weights will take, and the matrices that stay in 8 bits in memory, with their dtype. `in_shards`: whether shards
+    the weights will take, and the matrices that stay in memory as stored, with their dtype. `in_shards`: whether shards
     are computed one by one, even if the rank has only one."""
 
     config: ModelConfig
@@ -56,7 +59,7 @@ class UnloadedModel:
     model: Transformer | TracedTransformer
     weight_bytes: int
     load: Callable[[], None]
-    in_8_bits: Mapping[ParameterName, str] = field(default_factory=dict)
+    as_stored: Mapping[ParameterName, str] = field(default_factory=dict)
     in_shards: bool = False
 
 
@@ -92,8 +95,10 @@ class TorchBackend:
         rounds = rounds_activations(config)
         latents = any(each.config.keeps_latents for each in models.all)
         by_kernels = all(layer.attention is not None for layer in models.main.config.layers) and not latents
-        own_threads = rounds and by_kernels and len(models.all) == 1 and only_blocks(models.main)
-        form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds, own_threads=own_threads)
+        stay = _bfloat16_of(config, device, models.main, models.quantization)
+        alone = by_kernels and len(models.all) == 1
+        own_threads = alone and _only_kernels(config, models.main, stay)
+        form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds, bool(stay), own_threads)
         kernels = choose_kernels(
             config.attention_backend,
             device,
@@ -122,9 +127,11 @@ class TorchBackend:
         if checkpoint.transformers_config is not None:
             return self._build_traced(checkpoint)
         if self.kernels.threads is not None:
-            # With all matrices in blocks, what is left for torch's operations is small, and waiting for all of their
-            # threads is not, if other processes use the cores. Other weights may replace them later.
-            torch.set_num_threads(1 if only_blocks(checkpoint) else self.kernels.threads.size)
+            # If kernels multiply all matrices, what is left for torch's operations is small, and waiting for all of
+            # their threads is not, if other processes use the cores. Other weights may replace them later.
+            stay = self._bfloat16_weights(checkpoint, quantization)
+            alone = _only_kernels(self.config, checkpoint, () if stay is None else stay.names)
+            torch.set_num_threads(1 if alone else self.kernels.threads.size)
         build = self._builder(checkpoint, quantization, self.num_shards)
         model = build(block_matrices=_block_matrices(self.config, checkpoint, build, self.kernels))
         return self._unloaded(checkpoint, quantization, self.kv_form, model, in_shards=self.num_shards is not None)
@@ -148,10 +155,17 @@ class TorchBackend:
             states=self.kernels.states,
             parallel=self.parallel,
             encodings=encodings_of(checkpoint, quantization),
+            bfloat16=self._bfloat16_weights(checkpoint, quantization),
             fixed=self.config.batch_invariant,
             num_shards=num_shards,
             recordings=self._recordings(),
         )
+
+    def _bfloat16_weights(self, checkpoint: Checkpoint, quantization: Quantization | None) -> Bfloat16Weights | None:
+        if self.kernels.bfloat16 is None:
+            return None
+        names = _bfloat16_of(self.config, self.device, checkpoint, quantization)
+        return Bfloat16Weights(names, self.kernels.bfloat16)
 
     def _recordings(self) -> RecordedLayers | None:
         """None where layers do more than call kernels that can be recorded."""
@@ -183,9 +197,9 @@ class TorchBackend:
                 elif layout is not None:
                     layout.measure()
 
-        in_8_bits = matrices_in_8_bits(model, config)
+        as_stored = matrices_as_stored(model, config)
         size = weight_bytes(model)
-        return UnloadedModel(config, model.shards, kv_form, model, size, load, in_8_bits, in_shards=in_shards)
+        return UnloadedModel(config, model.shards, kv_form, model, size, load, as_stored, in_shards=in_shards)
 
     def _build_traced(self, checkpoint: Checkpoint) -> UnloadedModel:
         # Imported here, because only these models need the transformers library.
@@ -262,6 +276,24 @@ def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
             return KVForm(torch.float8_e4m3fn, torch.float8_e4m3fn)
         case _:
             return KVForm(torch.int8 if integers else dtype, dtype)
+
+
+def _bfloat16_of(
+    config: EngineConfig, device: torch.device, checkpoint: Checkpoint, quantization: Quantization | None
+) -> frozenset[ParameterName]:
+    """The matrices of a checkpoint that should stay in bfloat16, in a model that computes in float32: the dtype is not
+    the user's choice, but that of the device."""
+    if config.dtype is not Dtype.AUTO or not widens_bfloat16(device):
+        return frozenset()
+    return matrices_in_bfloat16(checkpoint, quantization)
+
+
+def _only_kernels(config: EngineConfig, checkpoint: Checkpoint, stay: Collection[ParameterName]) -> bool:
+    """Whether kernels with their own threads multiply all matrices of a model, those that `stay` in bfloat16 or those
+    in blocks."""
+    if only_bfloat16(checkpoint.config, stay):
+        return not config.batch_invariant
+    return rounds_activations(config) and only_blocks(checkpoint)
 
 
 def _block_matrices(

@@ -18,6 +18,7 @@ from torch_backend.attention.interface import AttentionImplementation, Attention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
+from torch_backend.layers.bfloat16 import Bfloat16Products
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.native_operations import NativeOperations
 from torch_backend.operations import Operations, Rotation
@@ -34,6 +35,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 class CpuForm:
     """The dtypes and head sizes for which CPU kernels are compiled: `dtype` of activations, `kv_dtype` of keys and
     values, and the heads of each kind of layer. `int8_activations`: of products with matrices in blocks.
+    `bfloat16_weights`: some matrices should stay in bfloat16, although activations are float32.
     `own_threads`: kernels compute nearly all, so torch's threads, which a second team would disturb, have little to do.
     """
 
@@ -41,6 +43,7 @@ class CpuForm:
     kv_dtype: torch.dtype
     heads: tuple[HeadForm, ...]
     int8_activations: bool = False
+    bfloat16_weights: bool = False
     own_threads: bool = False
 
 
@@ -111,6 +114,20 @@ def make_block_matrices(form: CpuForm, cache_folder: Path, threads: OwnThreads |
     if form.dtype is torch.bfloat16 and vectors.supported():
         return BlockProducts(caching_compiler(cache_folder), threads=threads)
     return None
+
+
+def make_bfloat16_products(
+    form: CpuForm, cache_folder: Path, threads: OwnThreads | None = None
+) -> Bfloat16Products | None:
+    """The products of matrices that stay in bfloat16; None if the form has none, without numba, and, with a log line,
+    if they cannot be compiled or are wrong."""
+    if not form.bfloat16_weights or find_spec("numba") is None:
+        return None
+    # Imported here, because a machine with a GPU needs no numba.
+    from torch_backend.cpu_kernels.bfloat16_matrix import bfloat16_products
+    from torch_backend.cpu_kernels.compiling import caching_compiler
+
+    return bfloat16_products(caching_compiler(cache_folder), threads)
 
 
 def _compile(form: CpuForm, cache_folder: Path, threads: OwnThreads | None) -> CpuKernels:

@@ -85,7 +85,8 @@ def _why_no_gpu() -> str:
 
 
 def select_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and KV: `auto` is bfloat16, but float32 on a CPU without bfloat16 products."""
+    """The dtype of activations and KV, and of weights unless they stay as stored: `auto` is bfloat16, but float32 on a
+    CPU without bfloat16 products."""
     match wanted:
         case Dtype.BFLOAT16:
             return torch.bfloat16
@@ -94,8 +95,12 @@ def select_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
         case Dtype.FLOAT32:
             return torch.float32
         case Dtype.AUTO:
-            widens = device.type == "cpu" and not cpu_multiplies_bfloat16()
-            return torch.float32 if widens else torch.bfloat16
+            return torch.float32 if widens_bfloat16(device) else torch.bfloat16
+
+
+def widens_bfloat16(device: torch.device) -> bool:
+    """Whether the device is a CPU that does not multiply bfloat16: torch would widen every weight in every product."""
+    return device.type == "cpu" and not cpu_multiplies_bfloat16()
 
 
 def available_memory(device: torch.device) -> int:

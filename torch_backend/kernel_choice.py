@@ -18,7 +18,15 @@ from torch_backend.attention.fixed import BlockAttention, ChunksOnly
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
-from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_block_matrices, make_cpu_kernels, make_threads
+from torch_backend.cpu_trial import (
+    CpuForm,
+    CpuKernelsError,
+    make_bfloat16_products,
+    make_block_matrices,
+    make_cpu_kernels,
+    make_threads,
+)
+from torch_backend.layers.bfloat16 import Bfloat16Products
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.native_operations import EvenOperations, NativeOperations
 from torch_backend.native_sampler import NativeSampler
@@ -69,6 +77,8 @@ class Kernels:
     states: StateImplementation = field(default_factory=NativeStates)
     threads: OwnThreads | None = None
     """Threads of kernels on a CPU; None if they use those of torch's operations."""
+    bfloat16: Bfloat16Products | None = None
+    """Products with matrices that stay in bfloat16, in a model of float32; None if none should or can."""
 
     @property
     def capturable(self) -> bool:
@@ -149,6 +159,7 @@ def _on_cpu(
     states = NativeStates(fixed=fixed)
     threads = make_threads(form, cache_folder) if name is AttentionBackend.NUMBA else None
     matrices = make_block_matrices(form, cache_folder, threads)
+    products = make_bfloat16_products(form, cache_folder, threads)
     if name is AttentionBackend.NUMBA:
         try:
             compiled = make_cpu_kernels(form, cache_folder, threads)
@@ -159,10 +170,10 @@ def _on_cpu(
             name = AttentionBackend.NATIVE
         else:
             attention = compiled.fixed_attention if fixed else compiled.attention
-            return Kernels(attention, name, compiled.operations, NativeSampler(), matrices, states, threads)
+            return Kernels(attention, name, compiled.operations, NativeSampler(), matrices, states, threads, products)
     operations = EvenOperations() if fixed else NativeOperations()
     attention = _attention_without_kernels(name, fixed=fixed)
-    return Kernels(attention, name, operations, NativeSampler(), matrices, states, threads)
+    return Kernels(attention, name, operations, NativeSampler(), matrices, states, threads, products)
 
 
 def _flashinfer(device: torch.device, form: CpuForm) -> AttentionImplementation:

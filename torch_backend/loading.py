@@ -132,7 +132,7 @@ def _load_on(
             "dtype": dtype_name(backend.dtype),
             "kv_cache_dtype": backend.kv_form.name,
             "attention": kernels.attention_name.value,
-            **describe(config, models, main.in_8_bits),
+            **describe(config, models, main.as_stored),
         },
         draft=drafting,
         states=[pool for layer in kv for part in layer.parts for pool in part.states],

@@ -18,11 +18,13 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.sections import rows_of_device
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, ScaledMatrix, TwoFormMatrix
 from torch_backend.layers.packed import packing_works
@@ -109,14 +111,20 @@ def bytes_in_blocks(model: Transformer) -> int:
     return sum(module.get_parameter(role.value).nbytes for module in kept for role in module.encoding.roles)
 
 
-def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[ParameterName, str]:
-    """The matrices that stay in 8 bits as stored, with a scale per row, and their dtype."""
-    return {
+def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[ParameterName, str]:
+    """The matrices that stay as stored, in 8 bits with a scale per row, or in bfloat16 in a model of float32, and their
+    dtypes."""
+    found = {
         part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
         for module, name, parts in sources(model, config)
         for part in parts
-        if part.role is Role.VALUES and not isinstance(module, TwoFormMatrix | QuantisedMatrix)
+        if (part.role is Role.VALUES and not isinstance(module, TwoFormMatrix | QuantisedMatrix))
+        or (name == "weight" and isinstance(module, Bfloat16Matrix))
     }
+    table, head = ParameterName(Part.EMBEDDING), ParameterName(Part.HEAD)
+    if model.tied and table in found:
+        found[head] = found[table]
+    return found
 
 
 def packs(model: Transformer) -> bool:

@@ -74,6 +74,9 @@ class DummyReader:
         scheme = self._stored.scheme(name.removesuffix(_WEIGHT), "Embedding" if name == self._embedding else "Linear")
         return None if scheme is None else scheme.encoding
 
+    def in_bfloat16(self, name: str) -> bool:
+        return bool(self._pool.dtype == ml_dtypes.bfloat16)
+
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
         encoding = self.encoding(name)
         if encoding is None or role not in encoding.roles:

@@ -9,23 +9,15 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.checkpoint.ggml_blocks import BlockType, unpacked
 from sglang_jax.checkpoint.reader import Array, Role
-
-BLOCK = 32
-"""Weights along the input axis that share a scale in a block of a GGUF file."""
 
 
 class ValueType(Enum):
     """The type of stored values, before multiplication by scales."""
 
-    INT4 = "int4"
-    """0 to 15, two per byte."""
     INT8 = "int8"
     FLOAT8_E4M3 = "float8_e4m3fn"
-
-    @property
-    def bits(self) -> int:
-        return 4 if self is ValueType.INT4 else 8
 
 
 class ActivationScales(Enum):
@@ -40,35 +32,47 @@ class ActivationScales(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How a matrix `[out, in]`, or a stack `[experts, out, in]`, is stored: a weight is `scale * value`, or
-    `scale * value + offset`.
+    """How a matrix `[out, in]`, or a stack `[experts, out, in]`, is stored.
 
-    - `block`: number of weights along the input axis that share a scale (and an offset, if `offsets`). None if all
-      weights of a row share it: values then have the shape of the matrix, scales are `[out]` or `[experts, out]`.
+    - `values`: 8-bit values, which are multiplied by a scale of their row: values have the shape of the matrix, scales
+      are `[out]` or `[experts, out]`. Or blocks, which include their scales: uint8 `[out, in / block, bytes]`.
+    - `block`: weights of a row in a block; None without blocks.
     - `scales`: dtype of the scales.
     - `activations`: how the input is quantised. A stored input scale is float32 and repeated for each row, so that
       joined matrices keep theirs.
     """
 
-    values: ValueType
+    values: ValueType | BlockType
     block: int | None
     scales: str
-    offsets: bool = False
     activations: ActivationScales = ActivationScales.NONE
 
     @property
-    def bits(self) -> int:
-        return self.values.bits
+    def value_type(self) -> ValueType:
+        """The type of values with a scale per row. Raises `TypeError` for blocks."""
+        if isinstance(self.values, BlockType):
+            raise TypeError(f"{self.values.value} matrices are blocks")
+        return self.values
+
+    @property
+    def block_type(self) -> BlockType:
+        """The type of blocks. Raises `TypeError` for values with a scale per row."""
+        if isinstance(self.values, ValueType):
+            raise TypeError(f"{self.values.value} matrices are without blocks")
+        return self.values
 
     @property
     def roles(self) -> tuple[Role, ...]:
+        if isinstance(self.values, BlockType):
+            return (Role.VALUES,)
         input_scale = (Role.INPUT_SCALE,) if self.activations is ActivationScales.TENSOR else ()
-        return (Role.VALUES, Role.SCALES, *((Role.OFFSETS,) if self.offsets else ()), *input_scale)
+        return (Role.VALUES, Role.SCALES, *input_scale)
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix with its scales and offsets, without input scales; `columns` must be whole blocks."""
-        scales = rows if self.block is None else rows * (columns // self.block)
-        return rows * columns * self.bits // 8 + scales * np.dtype(self.scales).itemsize * (2 if self.offsets else 1)
+        """Bytes of a matrix with its scales, without input scales; `columns` must be whole blocks."""
+        if isinstance(self.values, BlockType):
+            return rows * (columns // self.values.weights) * self.values.nbytes
+        return rows * columns + rows * np.dtype(self.scales).itemsize
 
     def allows(self, columns: slice, width: int) -> bool:
         """Whether a slice of the `width` columns of a matrix consists of whole blocks."""
@@ -78,12 +82,8 @@ class Encoding:
         return not (first % self.block or last % self.block)
 
 
-Q4 = Encoding(ValueType.INT4, BLOCK, "float16", offsets=True)
-"""Q4_0 and Q4_1 of GGUF files. Values are `[out, in / 32, 16]`: byte i of a block has weight i in its low half and
-weight i + 16 in its high half."""
-
-Q8 = Encoding(ValueType.INT8, BLOCK, "float16")
-"""Q8_0 of GGUF files. Values are `[out, in / 32, 32]`."""
+BLOCKS = {kind: Encoding(kind, kind.weights, "float16") for kind in BlockType}
+"""Encodings of GGUF files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +97,17 @@ class Stored:
     @property
     def shape(self) -> tuple[int, ...]:
         """`(out, in)`, or `(experts, out, in)`."""
-        if self.encoding.block is None:
-            return self.arrays[Role.VALUES].shape
-        *rows, blocks = self.arrays[Role.SCALES].shape
-        return (*rows, blocks * self.encoding.block)
+        values = self.arrays[Role.VALUES].shape
+        return values if self.encoding.block is None else (*values[:-2], values[-2] * self.encoding.block)
 
     def widened(self) -> NDArray[np.float32]:
         """Dequantises to float32, `[out, in]` or `[experts, out, in]`."""
         values = self.arrays[Role.VALUES]
-        if self.encoding.values is ValueType.INT4:
-            values = np.concatenate((values & 15, values >> 4), axis=-1)
-        found = values.astype(np.float32)
-        found *= self.arrays[Role.SCALES].astype(np.float32)[..., None]
-        if self.encoding.offsets:
-            found += self.arrays[Role.OFFSETS].astype(np.float32)[..., None]
-        widened: NDArray[np.float32] = found.reshape(self.shape)
+        if self.encoding.block is not None:
+            blocks = unpacked(self.encoding.block_type, values.reshape(-1, *values.shape[-2:]))
+            return blocks.widened().reshape(self.shape)
+        widened: NDArray[np.float32] = values.astype(np.float32)
+        widened *= self.arrays[Role.SCALES].astype(np.float32)[..., None]
         return widened
 
     def of_rows(self, change: Callable[[Array], Array]) -> Stored:

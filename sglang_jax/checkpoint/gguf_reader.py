@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
-from gguf import GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.checkpoint.encoding import BLOCK, Q4, Q8, Encoding
+from sglang_jax.checkpoint.encoding import BLOCKS, Encoding
+from sglang_jax.checkpoint.ggml_blocks import BlockType
 from sglang_jax.checkpoint.gguf_file import GgufFile, GgufTensor
 from sglang_jax.checkpoint.parameters import order_in_halves
 from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
@@ -27,24 +28,8 @@ _PLAIN_DTYPES: dict[GGMLQuantizationType, np.dtype] = {
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-_BLOCK_TYPES = {
-    GGMLQuantizationType.Q8_0: quants.Q8_0,
-    GGMLQuantizationType.Q4_0: quants.Q4_0,
-    GGMLQuantizationType.Q4_1: quants.Q4_1,
-    GGMLQuantizationType.Q5_0: quants.Q5_0,
-    GGMLQuantizationType.Q5_1: quants.Q5_1,
-    GGMLQuantizationType.Q4_K: quants.Q4_K,
-    GGMLQuantizationType.Q5_K: quants.Q5_K,
-    GGMLQuantizationType.Q6_K: quants.Q6_K,
-}
-"""Dequantisers of block types."""
-
-_ENCODINGS = {
-    GGMLQuantizationType.Q4_0: Q4,
-    GGMLQuantizationType.Q4_1: Q4,
-    GGMLQuantizationType.Q8_0: Q8,
-}
-SUPPORTED_TYPES = frozenset(_PLAIN_DTYPES) | frozenset(_BLOCK_TYPES)
+_ENCODINGS = {kind.ggml: BLOCKS[kind] for kind in BlockType}
+SUPPORTED_TYPES = frozenset(_PLAIN_DTYPES) | frozenset(_ENCODINGS)
 
 _AT_A_TIME = 2**16
 """Weights dequantised per call: enough to hide the cost of a call, and few enough for a core's cache."""
@@ -110,12 +95,12 @@ class GgufReader:
             raw = raw.view(_PLAIN_DTYPES[entry.tensor.kind])
         if entry.permuted_heads:
             raw = raw[_stored_rows(entry.tensor.shape[0], entry.permuted_heads)[rows]]
-        elif raw.ndim == 1 and entry.tensor.kind in _BLOCK_TYPES:
+        elif raw.ndim == 1 and entry.tensor.kind in _ENCODINGS:
             vector: Array = _dequantize(raw[None], entry.tensor)[0]
             return vector[rows]
         else:
             raw = raw[rows]
-        if raw.ndim == 3 and entry.tensor.kind in _BLOCK_TYPES:
+        if raw.ndim == 3 and entry.tensor.kind in _ENCODINGS:
             raw = raw[:, rest[0]]
             matrices: Array = _dequantize(raw.reshape(-1, raw.shape[-1]), entry.tensor)
             return matrices.reshape(*raw.shape[:2], -1)[..., rest[1]]
@@ -125,42 +110,21 @@ class GgufReader:
         tensor = self._entry(name).tensor
         return None if tensor.kind is None or len(tensor.shape) != 2 else _ENCODINGS.get(tensor.kind)
 
-    def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
-        """See `TensorReader`. Q4_0 subtracts 8 from values before scaling, so its offsets are -8 * scale; raises
-        `CheckpointError` if that overflows float16."""
-        entry = self._entry(name)
-        blocks = self._blocks(entry, whole_index(entry.tensor.shape, index))
-        halves = np.ascontiguousarray(blocks[..., :4]).view(np.float16)
-        match entry.tensor.kind, role:
-            case _, Role.SCALES:
-                return halves[..., 0]
-            case GGMLQuantizationType.Q4_0, Role.VALUES:
-                return blocks[..., 2:]
-            case GGMLQuantizationType.Q4_0, Role.OFFSETS:
-                with np.errstate(over="ignore"):
-                    offsets = halves[..., 0] * np.float16(-8)
-                if not np.isfinite(offsets).all():
-                    raise CheckpointError(
-                        f"{self._file.path}: {name} has scales that blocks cannot hold: choose cpu_activations exact, "
-                        "without keep_gguf_blocks"
-                    )
-                return offsets
-            case GGMLQuantizationType.Q4_1, Role.VALUES:
-                return blocks[..., 4:]
-            case GGMLQuantizationType.Q4_1, Role.OFFSETS:
-                return halves[..., 1]
-            case GGMLQuantizationType.Q8_0, Role.VALUES:
-                return blocks[..., 2:].view(np.int8)
-        raise ValueError(f"{name} is stored without {role.value}")
+    def in_bfloat16(self, name: str) -> bool:
+        return self._entry(name).tensor.kind is GGMLQuantizationType.BF16
 
-    def _blocks(self, entry: _Entry, index: Index) -> Array:
-        """The bytes of blocks, `[rows, blocks, bytes]`."""
-        rows, columns = index
+    def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
+        """See `TensorReader`: blocks, `[rows, blocks, bytes]`."""
+        entry, encoding = self._entry(name), self.encoding(name)
+        if role is not Role.VALUES or encoding is None or encoding.block is None:
+            raise ValueError(f"{name} is stored without {role.value}")
+        rows, columns = whole_index(entry.tensor.shape, index)
         heads = entry.permuted_heads
         raw: Array = self._file.raw(entry.tensor)
         raw = raw[_stored_rows(entry.tensor.shape[0], heads)[rows] if heads else rows]
         first, last, _ = columns.indices(entry.tensor.shape[1])
-        return raw.reshape(len(raw), entry.tensor.shape[1] // BLOCK, -1)[:, first // BLOCK : last // BLOCK]
+        blocks = raw.reshape(len(raw), entry.tensor.shape[1] // encoding.block, -1)
+        return blocks[:, first // encoding.block : last // encoding.block]
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
@@ -208,7 +172,7 @@ def _dequantize(raw: Array, tensor: GgufTensor) -> Array:
     rows = max(_AT_A_TIME // width, 1)
     for first in range(0, len(raw), rows):
         some = np.ascontiguousarray(raw[first : first + rows])
-        values[first : first + rows] = _BLOCK_TYPES[tensor.kind].dequantize_rows(some)
+        values[first : first + rows] = dequantize(some, tensor.kind)
     return values
 
 

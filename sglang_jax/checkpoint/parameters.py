@@ -91,6 +91,14 @@ class ParameterReader:
         looked_up = name.part is Part.EMBEDDING or (name.part is Part.HEAD and self.config.tie_word_embeddings)
         return None if looked_up and found is not None and found.block is None else found
 
+    def in_bfloat16(self, name: ParameterName) -> bool:
+        """Whether a matrix, but not those of experts, is stored in bfloat16, and used as stored. Reads no values."""
+        spec = self.spec(name)
+        if not spec.is_matrix or spec.places or spec.offset or spec.factors or self._quantized(spec) is not None:
+            return False
+        tensor = spec.tensor_of(self._names)
+        return tensor in self._names and self._reader.in_bfloat16(tensor)
+
     def _quantized(self, spec: ParameterSpec) -> Encoding | None:
         quantization = self._quantization
         return None if quantization is None or not quantization.takes(spec) else quantization.encoding

@@ -71,7 +71,7 @@ class Quantization:
         largest = np.maximum(numbers.max(axis=-1, initial=0.0), -numbers.min(axis=-1, initial=0.0))
         if not np.isfinite(largest).all():
             raise ValueError("numbers that are not finite cannot be quantised")
-        scales: NDArray[np.float32] = np.asarray(largest / np.float32(_LARGEST[self.encoding.values]))
+        scales: NDArray[np.float32] = np.asarray(largest / np.float32(_LARGEST[self.encoding.value_type]))
         # Rows of zeros, or so small that the scale would be subnormal, get the scale 1.
         scales[scales < np.finfo(np.float32).tiny] = 1.0
         return scales

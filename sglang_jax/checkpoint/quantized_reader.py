@@ -91,6 +91,9 @@ class QuantizedReader:
         scheme = self._schemes.get(name)
         return None if scheme is None else scheme.encoding
 
+    def in_bfloat16(self, name: str) -> bool:
+        return name not in self._schemes and self._reader.in_bfloat16(name)
+
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
         """See `TensorReader.read_array`. Raises `CheckpointError` for scales that are not positive and finite."""
         scheme = self._schemes.get(name)
@@ -166,7 +169,9 @@ class QuantizedReader:
         if scheme.packed and not packed:
             yield f"mistyped: {name} is stored as {kind}, it is to be in {_companion(name, _PACKED)}"
             return
-        wanted, how = (np.dtype(np.int32), "packed in") if packed else (_DTYPES[scheme.encoding.values], "quantised to")
+        wanted, how = (
+            (np.dtype(np.int32), "packed in") if packed else (_DTYPES[scheme.encoding.value_type], "quantised to")
+        )
         if stored != wanted:
             yield f"mistyped: {name} is stored as {kind}, it is to be {how} {wanted}"
         if packed:

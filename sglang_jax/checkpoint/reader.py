@@ -23,7 +23,6 @@ class Role(Enum):
 
     VALUES = "values"
     SCALES = "scales"
-    OFFSETS = "offsets"
     INPUT_SCALE = "input_scale"
 
 
@@ -49,16 +48,23 @@ class TensorReader(Protocol):
         """The encoding of a matrix; None if it can only be read as plain numbers. Reads no values."""
         ...
 
+    def in_bfloat16(self, name: str) -> bool:
+        """Whether a tensor is stored in bfloat16, so that `read` returns it. Reads no values."""
+        ...
+
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
         """An array of a matrix with an encoding, or of its part at `index`, which must be whole blocks."""
         ...
 
 
 class PlainReader:
-    """Base of `TensorReader`s without quantised tensors."""
+    """Base of `TensorReader`s without quantised tensors, of float32 unless they say otherwise."""
 
     def encoding(self, name: str) -> Encoding | None:
         return None
+
+    def in_bfloat16(self, name: str) -> bool:
+        return False
 
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
         raise ValueError(f"{name} is stored as plain numbers, without {role.value}")

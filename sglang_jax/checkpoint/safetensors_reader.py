@@ -105,6 +105,9 @@ class SafetensorsReader(PlainReader):
         """See `TensorReader.read`. Raises `CheckpointError` for a dtype that is not F32, F16 or BF16."""
         return self._read(name, _DTYPES, index)
 
+    def in_bfloat16(self, name: str) -> bool:
+        return self._tensor(name).dtype == "BF16"
+
     def is_plain(self, name: str) -> bool:
         """Whether `read` can read a tensor. Raises `CheckpointError` if it is missing."""
         return self._tensor(name).dtype in _DTYPES

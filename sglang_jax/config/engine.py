@@ -109,7 +109,7 @@ class EngineConfig(BaseModel):
     )
     cpu_activations: CpuActivations = Field(
         CpuActivations.AUTO,
-        description="activations in products with GGUF's Q4_0, Q4_1 and Q8_0 matrices on a CPU: exact: as they are; "
+        description="activations in products with GGUF's quantised matrices on a CPU: exact: as they are; "
         "int8: rounded to int8 with a scale for 32 of them, and the matrices stay quantised, which is faster and takes "
         "less memory; auto: int8, but exact with dtype float32 or equal results",
     )

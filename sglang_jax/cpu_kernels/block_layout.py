@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sglang_jax.checkpoint.encoding import BLOCK, Q4, Q8, Encoding, Stored
+from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.ggml_blocks import BLOCK, WITH_EXACT_ACTIVATIONS, BlockType, Unpacked, unpacked
 from sglang_jax.checkpoint.reader import Array, Role
+from sglang_jax.errors import CheckpointError
 
 OUTPUTS = 4
 """Rows of the matrix in a tile."""
@@ -36,9 +38,16 @@ def scratch_floats(inputs: int) -> int:
     return inputs // BLOCK * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
 
 
-def pack(blocks: Stored) -> PackedBlocks:
-    """Converts blocks of a multiple of 4 outputs."""
-    return {Q4: _pack_four_bits, Q8: _pack_eight_bits}[blocks.encoding](blocks)
+def blocks_of(stored: Stored) -> Unpacked:
+    """The blocks of a matrix, unpacked."""
+    return unpacked(stored.encoding.block_type, stored.arrays[Role.VALUES])
+
+
+def pack(stored: Stored) -> PackedBlocks:
+    """Converts blocks of a multiple of 4 outputs. Raises `CheckpointError` for a scale of Q4_0 so large that its
+    product with -8 is infinite in float16."""
+    blocks = blocks_of(stored)
+    return _pack_eight_bits(blocks) if stored.encoding.values is BlockType.Q8_0 else _pack_four_bits(blocks)
 
 
 def with_zeros(rows: int, array: Array) -> Array:
@@ -47,25 +56,39 @@ def with_zeros(rows: int, array: Array) -> Array:
 
 
 def random_blocks(encoding: Encoding, outputs: int, inputs: int) -> Stored:
-    """Random values with ordinary scales, to test kernels."""
-    random, shape = np.random.default_rng(0), (outputs, inputs // BLOCK)
-    values = random.integers(0, 256, (*shape, BLOCK * encoding.bits // 8), dtype=np.uint8)
-    levels = 2**encoding.bits
-    scales, offsets = (random.standard_normal(shape).astype(np.float16) / np.float16(levels) for _ in range(2))
-    arrays = {Role.VALUES: values if encoding.offsets else values.view(np.int8), Role.SCALES: scales}
-    if encoding.offsets:
-        arrays[Role.OFFSETS] = offsets
-    return Stored(encoding, arrays)
+    """Random values with ordinary scales, to test kernels; `inputs` are rounded up to whole blocks."""
+    kind = encoding.block_type
+    random, shape = np.random.default_rng(0), (outputs, -(-inputs // kind.weights))
+    values = random.integers(0, 256, (*shape, kind.nbytes), dtype=np.uint8)
+    for first in kind.halves:
+        halves = (random.standard_normal(shape) / _SPREAD[kind]).astype(np.float16)
+        values[..., first : first + 2] = halves[..., None].view(np.uint8)
+    return Stored(encoding, {Role.VALUES: values})
+
+
+_SPREAD = {
+    BlockType.Q4_0: 16,
+    BlockType.Q4_1: 16,
+    BlockType.Q5_0: 32,
+    BlockType.Q5_1: 32,
+    BlockType.Q8_0: 256,
+    BlockType.Q4_K: 1024,
+    BlockType.Q5_K: 2048,
+    BlockType.Q6_K: 8192,
+}
+"""By which random scales are divided, so that weights are about 1."""
 
 
 def _exact_shapes(encoding: Encoding, tiles: int, blocks: int) -> PackedShapes:
-    if encoding == Q4:
-        return ((tiles, blocks, BLOCK), np.dtype(np.int16)), (tiles, blocks, 2 * OUTPUTS)
-    return ((tiles, blocks, OUTPUTS, BLOCK), np.dtype(np.int8)), (tiles, blocks, OUTPUTS)
+    half = np.dtype(np.float16)
+    if encoding.values is BlockType.Q8_0:
+        return ((tiles, blocks, OUTPUTS, BLOCK), np.dtype(np.int8)), ((tiles, blocks, OUTPUTS), half)
+    return ((tiles, blocks, BLOCK), np.dtype(np.int16)), ((tiles, blocks, 2 * OUTPUTS), half)
 
 
-PackedShapes = tuple[tuple[tuple[int, ...], np.dtype[Any]], tuple[int, ...]]
-"""Shape and dtype of quantised values, and the shape of scales."""
+PackedShape = tuple[tuple[int, ...], np.dtype[Any]]
+PackedShapes = tuple[PackedShape, PackedShape]
+"""Shapes and dtypes of quantised values and of scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +96,9 @@ class BlockForm:
     """A kind of products with matrices in blocks, and their layout.
 
     - `outputs`: rows of the matrix in a tile. `tiles`: tiles in a work item.
-    - `pack`: converts blocks of a multiple of `outputs` rows. `shapes`: of the result, by encoding, tiles and blocks.
+    - `types`: types of blocks for which there are kernels.
+    - `pack`: converts blocks of a multiple of `outputs` rows. `shapes`: of the result, by encoding, tiles, and inputs
+      divided by 32.
     - `scratch_floats`: float32 words of scratch of each thread, by the number of inputs.
     - `rounded`: rows, as they are multiplied.
     - `zero`: added to stored 8-bit values.
@@ -82,6 +107,7 @@ class BlockForm:
     name: str
     outputs: int
     tiles: int
+    types: frozenset[BlockType]
     pack: Callable[[Stored], PackedBlocks]
     shapes: Callable[[Encoding, int, int], PackedShapes]
     scratch_floats: Callable[[int], int]
@@ -93,16 +119,13 @@ class BlockForm:
         return -(-rows // LARGEST) * -(-outputs // (self.outputs * self.tiles))
 
 
-def _pack_four_bits(blocks: Stored) -> PackedBlocks:
-    values = blocks.arrays[Role.VALUES]
-    outputs, count, half = values.shape
-    tiles = values.reshape(-1, OUTPUTS, count, half)
-    words = np.empty((outputs // OUTPUTS, count, 2 * half, 2), np.uint8)
+def _pack_four_bits(blocks: Unpacked) -> PackedBlocks:
+    outputs, count, _ = blocks.levels.shape
+    tiles = blocks.levels.reshape(-1, OUTPUTS, count, BLOCK)
+    words = np.empty((outputs // OUTPUTS, count, BLOCK, 2), np.uint8)
     for byte in range(2):  # of the words, lower byte first: two outputs each
-        first, second = tiles[:, 2 * byte], tiles[:, 2 * byte + 1]
-        words[:, :, :half, byte] = first & 15 | second << 4
-        words[:, :, half:, byte] = first >> 4 | second & 0xF0
-    of_blocks = np.stack((blocks.arrays[Role.SCALES], blocks.arrays[Role.OFFSETS]))
+        words[..., byte] = tiles[:, 2 * byte] | tiles[:, 2 * byte + 1] << 4
+    of_blocks = np.stack((blocks.scales, _offsets(blocks)))
     scales = of_blocks.reshape(2, -1, OUTPUTS, count).transpose(1, 3, 0, 2)
     in_order: Array = np.ascontiguousarray(scales)
     # As int16 with the same bits, because older versions of torch have no uint16.
@@ -110,11 +133,24 @@ def _pack_four_bits(blocks: Stored) -> PackedBlocks:
     return PackedBlocks(levels, in_order.reshape(*in_order.shape[:2], -1))
 
 
-def _pack_eight_bits(blocks: Stored) -> PackedBlocks:
-    values = blocks.arrays[Role.VALUES]
-    count = values.shape[1]
-    levels = values.reshape(-1, OUTPUTS, count, values.shape[2]).transpose(0, 2, 1, 3)
-    scales = blocks.arrays[Role.SCALES].reshape(-1, OUTPUTS, count).transpose(0, 2, 1)
+def _offsets(blocks: Unpacked) -> Array:
+    if blocks.offsets is not None:
+        return blocks.offsets
+    with np.errstate(over="ignore"):
+        offsets: Array = blocks.scales * np.float16(-blocks.zero)
+    if not np.isfinite(offsets).all():
+        largest = np.abs(blocks.scales.astype(np.float32)).max()
+        raise CheckpointError(
+            f"a matrix in blocks of type Q4_0 has the scale {largest:g}, and kernels with exact activations hold at "
+            "most 8188: choose cpu_activations int8, or leave keep_gguf_blocks"
+        )
+    return offsets
+
+
+def _pack_eight_bits(blocks: Unpacked) -> PackedBlocks:
+    count = blocks.levels.shape[1]
+    levels = blocks.levels.reshape(-1, OUTPUTS, count, BLOCK).transpose(0, 2, 1, 3)
+    scales = blocks.scales.reshape(-1, OUTPUTS, count).transpose(0, 2, 1)
     return PackedBlocks(np.ascontiguousarray(levels), np.ascontiguousarray(scales))
 
 
@@ -122,5 +158,14 @@ def _as_they_are(x: Array) -> Array:
     return x
 
 
-EXACT = BlockForm("exact", OUTPUTS, TILES, pack, _exact_shapes, scratch_floats, _as_they_are)
+EXACT = BlockForm(
+    "exact",
+    OUTPUTS,
+    TILES,
+    frozenset(WITH_EXACT_ACTIVATIONS),
+    pack,
+    _exact_shapes,
+    scratch_floats,
+    _as_they_are,
+)
 """Rows of bfloat16, and weights rounded to bfloat16."""

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from sglang_jax.checkpoint.encoding import BLOCK
+from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.cpu_kernels.block_layout import LARGEST, OUTPUTS, TILES
 from sglang_jax.cpu_kernels.block_tiles import FEW_ROWS, MAX_ROWS, multiply_tile, widen_halves, widen_tile
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.language import elements, exponential, floats, load, store, take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
-FIELDS = "qqqqqqqqqqq"
+FIELDS = "qqqqqqqqqqqq"
 """Addresses of x, quantised values, scales, bias (0 for none), output and scratch; slots of scratch; rows, outputs,
-inputs; activation of a gated product. An item is `TILES` tiles, for at most `LARGEST` rows (`BlockForm.items`). The
-matrix of a gated product is gate, then up, each with `outputs` outputs."""
+inputs; activation of a gated product; elements from one row of the output to the next. An item is `TILES` tiles, for at
+most `LARGEST` rows (`BlockForm.items`). The matrix of a gated product is gate, then up, each with `outputs` outputs."""
 
 SILU, GELU_TANH = 1, 2
 """Activations of gated products."""
@@ -78,17 +78,23 @@ def rows_of_item(group, rows):
 
 @part
 def write_tile(work, sums, group, tile, size, gated, width, output_width):
-    """Writes sums `[LARGEST, size]` of a group of rows and a tile of `size` outputs, and their bias of `width` bytes,
-    as outputs of `output_width` bytes. If `gated`, they are those of the gate; those of up, in as much memory, lie
-    behind them."""
-    outputs, bias = work[FIRST_FIELD + 8], work[FIRST_FIELD + 3]
-    first = work[FIRST_FIELD + 4] + group * LARGEST * outputs * output_width
+    """See `write_outputs`; tiles have `size` outputs."""
+    write_outputs(work, sums, group, tile * size, size, gated, width, output_width)
+
+
+@part
+def write_outputs(work, sums, group, start, size, gated, width, output_width):
+    """Writes sums `[LARGEST, size]` of a group of rows and of `size` outputs from `start` on, and their bias of `width`
+    bytes, as outputs of `output_width` bytes. If `gated`, they are those of the gate; those of up, in as much memory,
+    lie behind them."""
+    outputs, bias, stride = work[FIRST_FIELD + 8], work[FIRST_FIELD + 3], work[FIRST_FIELD + 11]
+    first = work[FIRST_FIELD + 4] + group * LARGEST * stride * output_width
     for row in range(rows_of_item(group, work[FIRST_FIELD + 7])):
-        output = elements(first + (row * outputs + tile * size) * output_width, output_width)
+        output = elements(first + (row * stride + start) * output_width, output_width)
         for i in range(size):
-            total = _total(sums, bias, row * size + i, tile * size + i, width)
+            total = _total(sums, bias, row * size + i, start + i, width)
             if gated:
-                up = _total(sums + 4 * LARGEST * size, bias, row * size + i, outputs + tile * size + i, width)
+                up = _total(sums + 4 * LARGEST * size, bias, row * size + i, outputs + start + i, width)
                 store(output, i, activated(total, work[FIRST_FIELD + 10]))
                 total = load(output, i) * up
             store(output, i, total)

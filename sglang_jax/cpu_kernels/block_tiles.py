@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sglang_jax.checkpoint.encoding import BLOCK
+from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.cpu_kernels.block_layout import OUTPUTS
 from sglang_jax.cpu_kernels.vectors import (
     DOUBLE_WORDS,

@@ -35,16 +35,15 @@ class ByteUnit(Protocol):
         ...
 
     def begin(self, builder, correction):
-        """The sum before the first word. `correction`: -128 times the sum of a row's block, int32, where a layout adds
-        128 to weights; else None."""
+        """The sum before the first word. `correction`: its value, int32; None for 0."""
         ...
 
     def add(self, builder, bits, total, weights, activations):
-        """Adds the products of a word of each lane. Weights of 4 bits are 0 to 15; those of 8 bits are signed, or have
-        128 added, as the layout says."""
+        """Returns a sum to which the products of a word of each lane are added. Weights are unsigned, of `bits` bits;
+        those of 8 bits are signed, or have 128 added, as the layout says."""
         ...
 
-    def finish(self, builder, bits, total):
+    def finish(self, builder, total):
         """The sum as int32 in each lane."""
         ...
 
@@ -76,7 +75,7 @@ class DotProducts:
         name = f"llvm.x86.avx512.vpdpbusd.{32 * words.count}"
         return builder.call(llvm_function(builder, name, words, [words] * 3), [total, weights, activations])
 
-    def finish(self, builder, bits, total):
+    def finish(self, builder, total):
         return total
 
     def widen_halves(self, builder, halves):
@@ -84,10 +83,19 @@ class DotProducts:
 
 
 @dataclass(frozen=True, slots=True)
+class _SumOfPairs:
+    """A sum of `PairsOfBytes`: int32, and int16 `pairs`, to which `words` words were added; None for 0."""
+
+    total: ir.Value | None
+    pairs: ir.Value | None = None
+    words: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PairsOfBytes:
-    """`vpmaddubsw`: multiplies unsigned by signed bytes and adds pairs of products to int16, with saturation. Pairs of
-    4-bit values are at most 2 * 15 * 127, so that those of a block fit into int16; a pair of 8-bit values, at most
-    2 * 128 * 127, fits too, but must be added to int32."""
+    """`vpmaddubsw`: multiplies unsigned by signed bytes and adds pairs of products to int16, with saturation. A pair
+    with levels of 4 bits is at most 2 * 15 * 127, so that eight words fit into int16, of 5 bits four and of 6 bits two.
+    A pair of 8-bit values, at most 2 * 128 * 127, fits too."""
 
     name: str
     form: BlockForm
@@ -97,29 +105,40 @@ class PairsOfBytes:
         return supported(("avx2", "fma", "f16c"))
 
     def begin(self, builder, correction):
-        return ir.Constant(_PAIRS, None)
+        return _SumOfPairs(None if correction is None else in_all_lanes(builder, correction, 8))
 
     def add(self, builder, bits, total, weights, activations):
         weights, activations = (builder.bitcast(each, _BYTES) for each in (weights, activations))
         products = llvm_function(builder, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [_BYTES] * 2)
-        if bits == 4:
-            return builder.add(total, builder.call(products, [weights, activations]))
-        # The sign moves to the activations, of which none is -128.
-        negative = builder.icmp_signed("<", weights, ir.Constant(_BYTES, None))
-        size = builder.select(negative, builder.sub(ir.Constant(_BYTES, None), weights), weights)
-        signed = llvm_function(builder, "llvm.x86.avx2.psign.b", _BYTES, [_BYTES] * 2)
-        pairs = builder.call(products, [size, builder.call(signed, [activations, weights])])
-        return builder.bitcast(builder.add(builder.bitcast(total, _EIGHT), self._sums(builder, pairs)), _PAIRS)
+        if bits == 8:
+            pairs = self._signed(builder, products, weights, activations)
+            return self._widened(builder, _SumOfPairs(total.total, pairs, 1))
+        pairs = builder.call(products, [weights, activations])
+        if total.pairs is not None:
+            pairs = builder.add(total.pairs, pairs)
+        found = _SumOfPairs(total.total, pairs, total.words + 1)
+        return self._widened(builder, found) if found.words == 2 ** (7 - bits) else found
 
-    def finish(self, builder, bits, total):
-        return self._sums(builder, total) if bits == 4 else builder.bitcast(total, _EIGHT)
+    def finish(self, builder, total):
+        return self._widened(builder, total).total
 
     def widen_halves(self, builder, halves):
         return builder.fpext(halves, ir.VectorType(F32, halves.type.count))
 
-    def _sums(self, builder, pairs):
+    def _signed(self, builder, products, weights, activations):
+        # The sign moves to the activations, of which none is -128.
+        negative = builder.icmp_signed("<", weights, ir.Constant(_BYTES, None))
+        size = builder.select(negative, builder.sub(ir.Constant(_BYTES, None), weights), weights)
+        signed = llvm_function(builder, "llvm.x86.avx2.psign.b", _BYTES, [_BYTES] * 2)
+        return builder.call(products, [size, builder.call(signed, [activations, weights])])
+
+    def _widened(self, builder, found):
+        """Adds the pairs to int32."""
+        if found.pairs is None:
+            return found
         add_pairs = llvm_function(builder, "llvm.x86.avx2.pmadd.wd", _EIGHT, [_PAIRS] * 2)
-        return builder.call(add_pairs, [pairs, ir.Constant(_PAIRS, [1] * 16)])
+        sums = builder.call(add_pairs, [found.pairs, ir.Constant(_PAIRS, [1] * 16)])
+        return _SumOfPairs(sums if found.total is None else builder.add(found.total, sums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +153,7 @@ class AnyProcessor:
         return True
 
     def begin(self, builder, correction):
-        return ir.Constant(_EIGHT, None)
+        return ir.Constant(_EIGHT, None) if correction is None else in_all_lanes(builder, correction, 8)
 
     def add(self, builder, bits, total, weights, activations):
         for byte in range(4):
@@ -143,7 +162,7 @@ class AnyProcessor:
             total = builder.add(total, builder.mul(*pair))
         return total
 
-    def finish(self, builder, bits, total):
+    def finish(self, builder, total):
         return total
 
     def widen_halves(self, builder, halves):

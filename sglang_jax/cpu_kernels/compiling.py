@@ -14,8 +14,8 @@ import numba
 
 logger = logging.getLogger(__name__)
 
-_FAST_ARITHMETIC = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be reordered and fused with products, but NaN and infinity are preserved."""
+_FAST_ARITHMETIC = {"contract", "nsz", "arcp"}
+"""Sums may be fused with products, but NaN and infinity are preserved."""
 
 
 _KERNEL = numba.void(numba.types.CPointer(numba.int64))
@@ -42,16 +42,18 @@ class KernelCompiler:
             return cls(None)
         return cls(below)
 
-    def __call__(self, kernel: Callable[[Any], Any], signature: Any = _KERNEL) -> CompiledKernel:
+    def __call__(
+        self, kernel: Callable[[Any], Any], signature: Any = _KERNEL, *, in_order: bool = False
+    ) -> CompiledKernel:
         """Compiles a kernel (see `work`), or another function of C with a signature of numba. Its constants may be
-        integers and names of the function around it."""
+        integers and names of the function around it. Sums and products are computed `in_order`, or as is fastest."""
         before = numba.config.CACHE_DIR
         if self.folder is not None:
             numba.config.CACHE_DIR = str(self.folder)
         try:
             function = numba.cfunc(
                 signature,
-                fastmath=_FAST_ARITHMETIC,
+                fastmath=_FAST_ARITHMETIC if in_order else _FAST_ARITHMETIC | {"reassoc"},
                 error_model="numpy",
                 cache=self.folder is not None,
             )(kernel)

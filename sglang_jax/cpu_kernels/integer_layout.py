@@ -1,44 +1,127 @@
 """Memory layouts of matrices in blocks for integer products (`integer_product`); needs no compiler.
 
-A tile is as many outputs as a vector of the processor has lanes. For each block of a tile there are words of four
-inputs of each output, and then float16 scales, and for 4 bits minimums.
+A tile is as many outputs as a vector of the processor has lanes. For each 32 inputs of a tile there are vectors of
+levels, with four inputs of each output in a word, and scales in another array.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from sglang_jax.checkpoint.encoding import BLOCK, Q4, Encoding, Stored
-from sglang_jax.checkpoint.reader import Array, Role
-from sglang_jax.cpu_kernels.block_layout import LARGEST, BlockForm, PackedBlocks, PackedShapes
+from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType, Unpacked
+from sglang_jax.checkpoint.reader import Array
+from sglang_jax.cpu_kernels.block_layout import LARGEST, BlockForm, PackedBlocks, PackedShapes, blocks_of
 
-OF_BLOCK = 3
+OF_BLOCK = 4
 """Words of a row of activations for each block: see `integer_tiles.round_row`."""
 
 OUTPUTS_OF_ITEM = 32
 """Rows of the matrix in a work item."""
 
+SUPER_BLOCK = 8
+"""Blocks of 32 that share factors."""
 
-def pack_for_integers(blocks: Stored, *, outputs: int, zero: int) -> PackedBlocks:
-    """Converts blocks of a multiple of `outputs` rows: for each tile and each block, quantised values uint8 `[8,
-    outputs, 4]`, four inputs of each output, in 4 bits with groups of four inputs in the low and the high half of a
-    byte `[4, outputs, 4]`; 8-bit values with `zero` added. Then float16 `[outputs]` scales, and for 4 bits `[outputs]`
-    minimums."""
-    values, scales = blocks.arrays[Role.VALUES], [blocks.arrays[Role.SCALES]]
-    count = values.shape[1]
-    if blocks.encoding == Q4:
-        levels = np.concatenate((values & 15, values >> 4), axis=-1)
-        scales.append(blocks.arrays[Role.OFFSETS])
-    else:
-        levels = values.view(np.uint8) + np.uint8(zero)
+
+@dataclass(frozen=True, slots=True)
+class LevelKind:
+    """Levels and scales of a type of blocks, as the kernel reads them: see `Unpacked`.
+
+    - `bits`: of a level: 4, 5, 6 or 8, which are signed.
+    - `zero`: is subtracted from levels.
+    - `group`: inputs that share a scale, 16 or 32.
+    - `offsets`: whether blocks have offsets.
+    - `factors`: whether scales and offsets are int8, multiplied by float16 factors of 256 inputs; otherwise they are
+      float16.
+    """
+
+    bits: int
+    zero: int = 0
+    group: int = BLOCK
+    offsets: bool = False
+    factors: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Numbers per scale: it, and perhaps an offset."""
+        return 2 if self.offsets else 1
+
+    def level_bytes(self, outputs: int) -> int:
+        """Bytes of the levels of 32 inputs of a tile."""
+        return outputs * BLOCK * self.bits // 8
+
+    @property
+    def blocks_with_scales(self) -> int:
+        """Blocks of 32 whose scales are together."""
+        return SUPER_BLOCK if self.factors else 1
+
+    def scale_bytes(self, outputs: int) -> int:
+        """Bytes of the scales of these blocks of a tile."""
+        if self.factors:
+            return outputs * self.numbers * (2 + SUPER_BLOCK * BLOCK // self.group)
+        return outputs * self.numbers * 2
+
+
+KINDS = {
+    BlockType.Q4_0: LevelKind(4, zero=8),
+    BlockType.Q4_1: LevelKind(4, offsets=True),
+    BlockType.Q5_0: LevelKind(5, zero=16),
+    BlockType.Q5_1: LevelKind(5, offsets=True),
+    BlockType.Q8_0: LevelKind(8),
+    BlockType.Q4_K: LevelKind(4, offsets=True, factors=True),
+    BlockType.Q5_K: LevelKind(5, offsets=True, factors=True),
+    BlockType.Q6_K: LevelKind(6, zero=32, group=16, factors=True),
+}
+
+
+def kind_of(encoding: Encoding) -> LevelKind:
+    return KINDS[encoding.block_type]
+
+
+def pack_for_integers(stored: Stored, *, outputs: int, zero: int) -> PackedBlocks:
+    """Converts blocks of a multiple of `outputs` rows.
+
+    Levels: uint8 `[tiles, blocks of 32, bits, outputs, 4]`. For 8 bits, the third axis is groups of four inputs, and
+    `zero` is added. Else its first four entries have the low four bits of two groups each, in both halves of a byte;
+    the next one has the fifth bits, bit i that of group i, or the next two the upper two bits of four groups each.
+
+    Scales: float16 `[tiles, blocks of 32, 1 or 2, outputs]`, offsets behind scales. If there are factors, uint8
+    `[tiles, blocks of 256, bytes]`: factors, float16 `[1 or 2, outputs]`, then int8 `[8 or 16, 1 or 2, outputs]`.
+    """
+    blocks, kind = blocks_of(stored), kind_of(stored.encoding)
+    count = blocks.levels.shape[1]
+    levels = blocks.levels.view(np.uint8) + np.uint8(zero) if kind.bits == 8 else blocks.levels
     tiles = levels.reshape(-1, outputs, count, BLOCK // 4, 4).transpose(0, 2, 3, 1, 4)
-    if blocks.encoding == Q4:
-        tiles = tiles[:, :, ::2] | tiles[:, :, 1::2] << 4
-    of_tiles = np.stack(scales).reshape(len(scales), -1, outputs, count).transpose(1, 3, 0, 2)
+    return PackedBlocks(np.ascontiguousarray(_planes(tiles, kind.bits)), _packed_scales(blocks, outputs))
+
+
+def _planes(tiles: Array, bits: int) -> Array:
+    """Splits levels `[tiles, blocks, 8, outputs, 4]` into their low bits and their upper ones."""
+    if bits == 8:
+        return tiles
+    low, upper = tiles & 15, tiles >> 4
+    planes = [low[:, :, ::2] | low[:, :, 1::2] << 4]
+    in_byte = {4: 0, 5: 8, 6: 4}[bits]
+    for first in range(0, 8 if in_byte else 0, in_byte or 1):
+        groups = upper[:, :, first : first + in_byte]
+        shifts = np.arange(0, 8, 8 // in_byte, dtype=np.uint8)[:, None, None]
+        planes.append(np.bitwise_or.reduce(groups << shifts, axis=2, keepdims=True))
+    return np.concatenate(planes, axis=2)
+
+
+def _packed_scales(blocks: Unpacked, outputs: int) -> Array:
+    numbers = [blocks.scales] if blocks.offsets is None else [blocks.scales, blocks.offsets]
+    of_tiles = np.stack(numbers).reshape(len(numbers), -1, outputs, blocks.scales.shape[1]).transpose(1, 3, 0, 2)
     in_order: Array = np.ascontiguousarray(of_tiles)
-    return PackedBlocks(np.ascontiguousarray(tiles), in_order)
+    if blocks.factors is None:
+        return in_order
+    tiles, count = len(in_order), blocks.factors.shape[1]
+    factors = np.ascontiguousarray(blocks.factors.reshape(tiles, outputs, count, -1).transpose(0, 2, 3, 1))
+    parts = [each.reshape(tiles, count, -1).view(np.uint8) for each in (factors, in_order)]
+    return np.concatenate(parts, axis=2)
 
 
 def rounded_rows(x: Array) -> Array:
@@ -58,9 +141,11 @@ def scratch_floats(inputs: int, *, outputs: int) -> int:
 
 
 def _shapes(encoding: Encoding, tiles: int, blocks: int, *, outputs: int) -> PackedShapes:
-    scales = 2 if encoding == Q4 else 1
-    levels = (tiles, blocks, BLOCK * encoding.bits // 32, outputs, 4)
-    return (levels, np.dtype(np.uint8)), (tiles, blocks, scales, outputs)
+    kind = kind_of(encoding)
+    levels = (tiles, blocks, kind.bits, outputs, 4), np.dtype(np.uint8)
+    if kind.factors:
+        return levels, ((tiles, blocks // SUPER_BLOCK, kind.scale_bytes(outputs)), np.dtype(np.uint8))
+    return levels, ((tiles, blocks, kind.numbers, outputs), np.dtype(np.float16))
 
 
 def _form(name: str, outputs: int, zero: int) -> BlockForm:
@@ -68,6 +153,7 @@ def _form(name: str, outputs: int, zero: int) -> BlockForm:
         name,
         outputs,
         OUTPUTS_OF_ITEM // outputs,
+        frozenset(KINDS),
         partial(pack_for_integers, outputs=outputs, zero=zero),
         partial(_shapes, outputs=outputs),
         partial(scratch_floats, outputs=outputs),

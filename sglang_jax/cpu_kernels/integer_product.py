@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from sglang_jax.checkpoint.encoding import BLOCK
+from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType
 from sglang_jax.cpu_kernels.block_layout import LARGEST
 from sglang_jax.cpu_kernels.block_product import part, rows_of_item, write_tile
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from sglang_jax.cpu_kernels.integer_layout import OF_BLOCK
-from sglang_jax.cpu_kernels.integer_tiles import multiply_integers, round_row
+from sglang_jax.cpu_kernels.integer_layout import KINDS, OF_BLOCK
+from sglang_jax.cpu_kernels.integer_tiles import TYPES, multiply_integers, round_row
 from sglang_jax.cpu_kernels.language import take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 
 def build_integer_product(
-    compiler: KernelCompiler, unit: int, bits: int, gated: bool, width: int, output_width: int
+    compiler: KernelCompiler, unit: int, block_type: BlockType, gated: bool, width: int, output_width: int
 ) -> CompiledKernel:
-    """Builds the kernel for instructions `byte_units.UNITS[unit]`, values of `bits` bits, 4 or 8, activations and bias
-    of `width` bytes, 2 for bfloat16 and 4 for float32, and outputs of `output_width`. See
+    """Builds the kernel for instructions `byte_units.UNITS[unit]`, blocks of a type, activations and bias of `width`
+    bytes, 2 for bfloat16 and 4 for float32, and outputs of `output_width`. See
     `block_product.build_block_product`, whose fields this takes. Each thread rounds the rows of its items."""
     size, tiles_of_item = UNITS[unit].form.outputs, UNITS[unit].form.tiles
     many, few, one = UNITS[unit].rows
-    level_bytes = size * BLOCK * bits // 8
-    scale_bytes = 2 * size * (2 if bits == 4 else 1)
+    kind, number = KINDS[block_type], TYPES.index(block_type)
+    level_bytes, scale_bytes, with_scales = kind.level_bytes(size), kind.scale_bytes(size), kind.blocks_with_scales
     halves = 2 if gated else 1
 
     def kernel(work):
@@ -46,27 +46,29 @@ def build_integer_product(
             if rounded != group:
                 for row in range(rows):
                     x = work[FIRST_FIELD] + (group * LARGEST + row) * inputs * width
-                    round_row(width, x, blocks, integers + row * inputs, of_rows + row * blocks * 4 * OF_BLOCK)
+                    own = of_rows + row * blocks * 4 * OF_BLOCK
+                    round_row(unit, number, width, x, blocks, integers + row * inputs, own)
                 rounded = group
             for tile in range(item * tiles_of_item, min(item * tiles_of_item + tiles_of_item, tiles)):
                 for half in range(halves):
                     place = (tile + half * tiles) * blocks
                     levels = work[FIRST_FIELD + 1] + place * level_bytes
-                    scales = work[FIRST_FIELD + 2] + place * scale_bytes
+                    scales = work[FIRST_FIELD + 2] + place // with_scales * scale_bytes
                     into = sums + half * 4 * LARGEST * size
-                    row = _multiply(unit, bits, many, 0, rows, integers, of_rows, levels, scales, blocks, size, into)
-                    row = _multiply(unit, bits, few, row, rows, integers, of_rows, levels, scales, blocks, size, into)
-                    _multiply(unit, bits, one, row, rows, integers, of_rows, levels, scales, blocks, size, into)
+                    row = _multiply(unit, number, many, 0, rows, integers, of_rows, levels, scales, blocks, size, into)
+                    row = _multiply(unit, number, few, row, rows, integers, of_rows, levels, scales, blocks, size, into)
+                    _multiply(unit, number, one, row, rows, integers, of_rows, levels, scales, blocks, size, into)
                 write_tile(work, sums, group, tile, size, gated, width, output_width)
 
-    return compiler(kernel)
+    # In order, because code for one row, for a few and for many must give the same results.
+    return compiler(kernel, in_order=True)
 
 
 @part
-def _multiply(unit, bits, together, row, rows, integers, of_rows, levels, scales, blocks, size, sums):
+def _multiply(unit, number, together, row, rows, integers, of_rows, levels, scales, blocks, size, sums):
     """Multiplies rows from `row` on, as long as there are `together`; returns the first that is left."""
     while row + together <= rows:
         x, own = integers + row * blocks * BLOCK, of_rows + row * blocks * 4 * OF_BLOCK
-        multiply_integers(unit, bits, together, x, own, levels, scales, blocks, sums + row * 4 * size)
+        multiply_integers(unit, number, together, x, own, levels, scales, blocks, sums + row * 4 * size)
         row += together
     return row

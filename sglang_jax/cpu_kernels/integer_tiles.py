@@ -1,9 +1,10 @@
 """Products of rows of int8 with a tile of a matrix of quantised values in blocks, a lane of a vector for each output.
 
 A row is rounded to int8 in blocks of 32, as llama.cpp does: `value = scale * integer`, with the block's largest
-absolute value at 127. A weight is `scale * level + least`, so a block's product is `scale_w * scale_x * sum(level *
-integer) + least * scale_x * sum(integer)`. The sum of levels times integers is exact, whatever instructions add it (see
-`byte_units`). Blocks are added in float32, in order, so a row has the same result, bit for bit, in any batch.
+absolute value at 127. A weight is `scale * (level - zero) + offset`, so a block's product is `scale_w * scale_x *
+(sum(level * integer) - zero * sum(integer)) + offset * scale_x * sum(integer)`. The sums of integers are exact,
+whatever instructions add them (see `byte_units`). Blocks are added in float32, in order, so a row has the same result,
+bit for bit, in any batch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sglang_jax.checkpoint.encoding import BLOCK
-from sglang_jax.cpu_kernels.byte_units import UNITS
-from sglang_jax.cpu_kernels.integer_layout import OF_BLOCK
+from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType
+from sglang_jax.cpu_kernels.byte_units import UNITS, ByteUnit
+from sglang_jax.cpu_kernels.integer_layout import KINDS, OF_BLOCK, SUPER_BLOCK, LevelKind
 from sglang_jax.cpu_kernels.vectors import (
     DOUBLE_WORDS,
     F16,
@@ -37,22 +38,24 @@ LARGEST = 127.0
 _AHEAD = 4096
 """Bytes of quantised values that are prefetched."""
 
-_ZERO_OF_8_BITS = 128
-"""8-bit values are stored with this added, where one side of the product is unsigned."""
+TYPES = tuple(BlockType)
+"""Types of blocks by the numbers that kernels have as constants."""
 
 
 @intrinsic(prefer_literal=True)
-def round_row(typing, width, x, blocks, integers, scales):
-    """Rounds a row of bfloat16 or float32, `width` bytes each, a constant, to int8 `integers [blocks, 32]`,
-    and writes `scales [blocks, 3]`: float32, the scale and the scale times the sum of the integers, both NaN for a
-    block with NaN or infinity; int32, -128 times that sum."""
+def round_row(typing, unit, block_type, width, x, blocks, integers, scales):
+    """Rounds a row of bfloat16 or float32, `width` bytes each, to int8 `integers [blocks, 32]`, and writes `scales
+    [blocks, 4]`: float32, the scale and the scale times the sum of the integers, both NaN for a block with NaN or
+    infinity; int32, that sum times the negative zero of the levels, of the block or of each half, as they share scales.
+    Constants: `unit`, an index of `byte_units.UNITS`; `block_type`, one of `TYPES`; `width`."""
 
-    if not isinstance(width, types.IntegerLiteral):
+    if not all(isinstance(each, types.IntegerLiteral) for each in (unit, block_type, width)):
         return None
-    size = width.literal_value
+    size, kind = width.literal_value, KINDS[TYPES[block_type.literal_value]]
+    level_zero = _zero(UNITS[unit.literal_value], kind)
 
     def generate(context, builder, signature, values):
-        _, x, blocks, integers, scales = values
+        _, _, _, x, blocks, integers, scales = values
         absolute = llvm_function(builder, "llvm.fabs.v16f32", FLOATS, [FLOATS])
         larger = llvm_function(builder, "llvm.maxnum.v16f32", FLOATS, [FLOATS] * 2)
         largest_of = llvm_function(builder, "llvm.vector.reduce.fmax.v16f32", F32, [FLOATS])
@@ -66,7 +69,7 @@ def round_row(typing, width, x, blocks, integers, scales):
             largest = builder.call(largest_of, [builder.call(larger, [builder.call(absolute, [p]) for p in parts])])
             # 0 for numbers, and NaN otherwise.
             nothing = builder.fadd(*(builder.fmul(part, zero) for part in parts))
-            broken = builder.call(sum_of_floats, [F32(0.0), nothing])
+            broken = builder.call(sum_of_floats, [F32(0.0), nothing], fastmath=("reassoc",))
             scale = builder.fadd(builder.fdiv(largest, F32(LARGEST)), broken)
             positive = builder.fcmp_ordered(">", largest, F32(0.0))
             inverse = builder.select(positive, builder.fdiv(F32(LARGEST), largest), F32(0.0))
@@ -74,18 +77,27 @@ def round_row(typing, width, x, blocks, integers, scales):
             # NaN has no integer.
             rounded = [builder.select(builder.fcmp_ordered("ord", each, each), each, zero) for each in rounded]
             whole = [builder.fptosi(each, DOUBLE_WORDS) for each in rounded]
-            total = builder.call(sum_of, [builder.add(*whole)])
+            halves = whole if kind.group < BLOCK else [builder.add(*whole)]
+            sums = [builder.call(sum_of, [each]) for each in halves]
+            total = sums[0] if len(sums) == 1 else builder.add(*sums)
             into = builder.add(integers, builder.mul(loop.index, I64(BLOCK)))
             for number, each in enumerate(whole):
                 store_vector(builder, builder.trunc(each, ir.VectorType(I8, 16)), builder.add(into, I64(16 * number)))
             place = builder.add(scales, builder.mul(loop.index, I64(4 * OF_BLOCK)))
             store_vector(builder, scale, place)
             store_vector(builder, builder.fmul(scale, builder.sitofp(total, F32)), builder.add(place, I64(4)))
-            store_vector(builder, builder.mul(total, I32(-_ZERO_OF_8_BITS)), builder.add(place, I64(8)))
+            for number, each in enumerate(sums if level_zero else ()):
+                correction = builder.mul(each, I32(-level_zero))
+                store_vector(builder, correction, builder.add(place, I64(8 + 4 * number)))
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(width, address, address, address, address), generate
+    return types.void(unit, block_type, width, address, address, address, address), generate
+
+
+def _zero(unit: ByteUnit, kind: LevelKind) -> int:
+    """What stored levels have in excess."""
+    return unit.form.zero if kind.bits == 8 else kind.zero
 
 
 def _sixteen(builder, width, address):
@@ -97,16 +109,17 @@ def _sixteen(builder, width, address):
 
 
 @intrinsic(prefer_literal=True)
-def multiply_integers(typing, unit, bits, rows, integers, scales_of_rows, levels, scales, blocks, sums):
+def multiply_integers(typing, unit, block_type, rows, integers, scales_of_rows, levels, scales, blocks, sums):
     """Writes the products of `rows` rows with a tile to float32 `sums [rows, outputs]`.
 
-    Constants: `unit`, an index of `byte_units.UNITS`; `bits` (4 or 8); `rows`. Addresses: of `integers [rows, blocks,
-    32]` and `scales_of_rows [rows, blocks, 3]`, see `round_row`; of `levels` and `scales`, see
+    Constants: `unit`, an index of `byte_units.UNITS`; `block_type`, one of `TYPES`; `rows`. Addresses: of `integers
+    [rows, blocks, 32]` and `scales_of_rows [rows, blocks, 4]`, see `round_row`; of `levels` and `scales`, see
     `integer_layout.pack_for_integers`.
     """
-    if not all(isinstance(each, types.IntegerLiteral) for each in (unit, bits, rows)):
+    if not all(isinstance(each, types.IntegerLiteral) for each in (unit, block_type, rows)):
         return None
-    chosen, width, count = UNITS[unit.literal_value], bits.literal_value, rows.literal_value
+    chosen, kind, count = UNITS[unit.literal_value], KINDS[TYPES[block_type.literal_value]], rows.literal_value
+    words = kind.group // 4
     outputs = chosen.form.outputs
     floats = ir.VectorType(F32, outputs)
 
@@ -116,7 +129,7 @@ def multiply_integers(typing, unit, bits, rows, integers, scales_of_rows, levels
         multiply_add = llvm_function(builder, f"llvm.fmuladd.v{outputs}f32", floats, [floats] * 3)
         totals = [cgutils.alloca_once_value(builder, ir.Constant(floats, None)) for _ in range(count)]
         with cgutils.for_range(builder, blocks, intp=I64) as loop:
-            scale, least = _scales(builder, chosen, width, scales, loop.index)
+            numbers = _scales(builder, chosen, kind, scales, loop.index)
             own = [
                 builder.add(integers, builder.mul(builder.add(builder.mul(blocks, I64(row)), loop.index), I64(BLOCK)))
                 for row in range(count)
@@ -128,62 +141,106 @@ def multiply_integers(typing, unit, bits, rows, integers, scales_of_rows, levels
                 )
                 for row in range(count)
             ]
-            corrections = [None] * count
-            if width == 8 and chosen.form.zero:
-                corrections = [load_vector(builder, I32, builder.add(place, I64(8))) for place in places]
-            found = [chosen.begin(builder, each) for each in corrections]
-            for number, weights in enumerate(_levels(builder, outputs, width, levels, loop.index)):
+            all_levels = _levels(builder, outputs, kind, levels, loop.index)
+            for part, (scale, least) in enumerate(numbers):
+                corrections = [None] * count
+                if _zero(chosen, kind):
+                    at = I64(8 + 4 * part)
+                    corrections = [load_vector(builder, I32, builder.add(place, at)) for place in places]
+                found = [chosen.begin(builder, each) for each in corrections]
+                for number in range(part * words, (part + 1) * words):
+                    weights = next(all_levels)
+                    for row in range(count):
+                        word = load_vector(builder, I32, builder.add(own[row], I64(4 * number)))
+                        four = in_all_lanes(builder, word, outputs)
+                        found[row] = chosen.add(builder, kind.bits, found[row], weights, four)
                 for row in range(count):
-                    word = load_vector(builder, I32, builder.add(own[row], I64(4 * number)))
-                    four = in_all_lanes(builder, word, outputs)
-                    found[row] = chosen.add(builder, width, found[row], weights, four)
-            for row in range(count):
-                factor, both = (
-                    in_all_lanes(builder, load_vector(builder, F32, builder.add(places[row], I64(offset))), outputs)
-                    for offset in (0, 4)
-                )
-                products = builder.sitofp(chosen.finish(builder, width, found[row]), floats)
-                total = builder.load(totals[row])
-                total = builder.call(multiply_add, [products, builder.fmul(scale, factor), total])
-                if least is not None:
-                    total = builder.call(multiply_add, [least, both, total])
-                builder.store(total, totals[row])
+                    factor, both = (
+                        in_all_lanes(builder, load_vector(builder, F32, builder.add(places[row], I64(offset))), outputs)
+                        for offset in (0, 4)
+                    )
+                    products = builder.sitofp(chosen.finish(builder, found[row]), floats)
+                    total = builder.load(totals[row])
+                    total = builder.call(multiply_add, [products, builder.fmul(scale, factor), total])
+                    if least is not None:
+                        total = builder.call(multiply_add, [least, both, total])
+                    builder.store(total, totals[row])
         for row in range(count):
             store_vector(builder, builder.load(totals[row]), builder.add(sums, I64(4 * outputs * row)))
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(unit, bits, rows, address, address, address, address, address, address), generate
+    return types.void(unit, block_type, rows, address, address, address, address, address, address), generate
 
 
-def _levels(builder, outputs, bits, levels, block):
+def _levels(builder, outputs, kind, levels, block):
     """Four bytes of each output, for each four inputs of a block."""
-    size = outputs * BLOCK * bits // 8
+    size = kind.level_bytes(outputs)
     at = builder.add(levels, builder.mul(block, I64(size)))
-    pointer, words = I8.as_pointer(), ir.VectorType(I32, outputs)
-    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    low, four = (ir.Constant(words, [value] * outputs) for value in (0x0F0F0F0F, 4))
-    for offset in range(0, size, 4 * outputs):
-        if offset % 64 == 0:
-            where = builder.inttoptr(builder.add(at, I64(_AHEAD + offset)), pointer)
-            builder.call(prefetch, [where, I32(0), I32(3), I32(1)])
-        found = load_vector(builder, words, builder.add(at, I64(offset)))
-        if bits == 8:
-            yield found
-        else:
-            yield builder.and_(found, low)
-            yield builder.and_(builder.lshr(found, four), low)
+    words = ir.VectorType(I32, outputs)
+
+    def vector(number):
+        return load_vector(builder, words, builder.add(at, I64(4 * outputs * number)))
+
+    def all_lanes(value):
+        return ir.Constant(words, [value] * outputs)
+
+    for offset in range(0, size, 64):
+        _prefetch(builder, builder.add(at, I64(_AHEAD + offset)))
+    if kind.bits == 8:
+        yield from (vector(number) for number in range(8))
+        return
+    upper_bits, low = kind.bits - 4, all_lanes(0x0F0F0F0F)
+    upper = [vector(4 + number) for number in range(upper_bits)]
+    for group in range(8):
+        if group % 2 == 0:
+            both = vector(group // 2)
+        found = builder.and_(builder.lshr(both, all_lanes(4)) if group % 2 else both, low)
+        if upper_bits:
+            in_byte = 8 // upper_bits
+            own = _moved(builder, upper[group // in_byte], 4 - group % in_byte * upper_bits)
+            mask = all_lanes(((1 << upper_bits) - 1) * 0x10101010)
+            found = builder.or_(found, builder.and_(own, mask))
+        yield found
 
 
-def _scales(builder, unit, bits, scales, block):
-    """The scales of a block of each output, and their minimums, or None for 8 bits."""
-    outputs, vectors = unit.form.outputs, 2 if bits == 4 else 1
-    at = builder.add(scales, builder.mul(block, I64(2 * outputs * vectors)))
-    scale, *least = (
-        unit.widen_halves(
-            builder, load_vector(builder, ir.VectorType(F16, outputs), builder.add(at, I64(2 * outputs * number)))
-        )
-        for number in range(vectors)
-    )
-    return scale, least[0] if least else None
+def _moved(builder, vector, left):
+    """Words shifted to the left, or to the right for a negative number."""
+    by = ir.Constant(vector.type, [abs(left)] * vector.type.count)
+    return builder.shl(vector, by) if left >= 0 else builder.lshr(vector, by)
+
+
+def _prefetch(builder, address):
+    pointer = I8.as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(prefetch, [builder.inttoptr(address, pointer), I32(0), I32(3), I32(1)])
+
+
+def _scales(builder, unit, kind, scales, block):
+    """For each part of a block that shares a scale: the scales of each output, and their offsets, or None."""
+    outputs, count = unit.form.outputs, kind.numbers
+    halves, floats = ir.VectorType(F16, outputs), ir.VectorType(F32, outputs)
+
+    def widened(address):
+        return [
+            unit.widen_halves(builder, load_vector(builder, halves, builder.add(address, I64(2 * outputs * number))))
+            for number in range(count)
+        ]
+
+    if not kind.factors:
+        found = [widened(builder.add(scales, builder.mul(block, I64(kind.scale_bytes(outputs)))))]
+    else:
+        super_block, own = (f(block, I64(SUPER_BLOCK)) for f in (builder.sdiv, builder.srem))
+        first = builder.add(scales, builder.mul(super_block, I64(kind.scale_bytes(outputs))))
+        factors = widened(first)
+        parts = BLOCK // kind.group
+        bytes_at = builder.add(first, I64(2 * outputs * count))
+        bytes_at = builder.add(bytes_at, builder.mul(own, I64(parts * count * outputs)))
+        found = []
+        for part in range(parts):
+            places = (builder.add(bytes_at, I64((part * count + number) * outputs)) for number in range(count))
+            loaded = (load_vector(builder, ir.VectorType(I8, outputs), place) for place in places)
+            wide = [builder.sitofp(builder.sext(each, ir.VectorType(I32, outputs)), floats) for each in loaded]
+            found.append([builder.fmul(*pair) for pair in zip(wide, factors, strict=True)])
+    return [(numbers[0], numbers[1] if kind.offsets else None) for numbers in found]

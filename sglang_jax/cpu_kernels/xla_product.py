@@ -57,4 +57,5 @@ def _fill(words, call, outputs_of_item, levels_read):
     words[FIRST_FIELD + 7] = rows
     words[FIRST_FIELD + 8] = outputs
     words[FIRST_FIELD + 9] = inputs
+    words[FIRST_FIELD + 11] = outputs
     return min(slots, items) if rows * outputs * inputs // levels_read >= ELEMENTS_WORTH_SHARING else 1

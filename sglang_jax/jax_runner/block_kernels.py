@@ -15,6 +15,7 @@ import numpy as np
 
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, PackedBlocks, random_blocks
+from sglang_jax.cpu_kernels.integer_layout import KINDS
 from sglang_jax.errors import how_to_install
 from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16_tiles
@@ -66,17 +67,20 @@ def block_product(
     multiplied as they are. `dtype`: of rows, bfloat16 or float32."""
     from numba.core.errors import NumbaError
 
+    if unit is None and encoding.values not in EXACT.types:
+        return None
     try:
         target, form = _register(encoding, cache_folder, unit, jnp.dtype(dtype).itemsize)
         product = BlockProduct(encoding, target, len(cpu_cores()), max_rows(), form)
         wrong = _largest_error(product, dtype)
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM and XLA raise RuntimeError
-        logger.warning("Blocks of %d bits are dequantised: XLA cannot call their kernel (%s)", encoding.bits, error)
+        name = encoding.values.value
+        logger.warning("%s matrices are dequantised: XLA cannot call their kernel (%s)", name, error)
         return None
     if not wrong <= 1e-4:
         logger.warning(
-            "Blocks of %d bits are dequantised: the kernel of their product computes wrong results on this machine",
-            encoding.bits,
+            "%s matrices are dequantised: the kernel of their product computes wrong results on this machine",
+            encoding.values.value,
         )
         return None
     return product
@@ -101,15 +105,16 @@ def _register(encoding: Encoding, cache_folder: Path | None, unit: int | None, w
     from sglang_jax.cpu_kernels.xla_product import build_product_call
 
     form = EXACT if unit is None else UNITS[unit].form
-    name = f"block_product_{unit}_{form.name}_{encoding.bits}_{width}_{version_of_kernels()}"
+    kind = encoding.block_type
+    name = f"block_product_{unit}_{form.name}_{kind.value}_{width}_{version_of_kernels()}"
     with _lock:
         if name not in _registered:
             compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
             if unit is None:
-                kernel = build_block_product(compiler, encoding.bits, gated=False, width=4)
+                kernel = build_block_product(compiler, KINDS[kind].bits, gated=False, width=4)
             else:
-                kernel = build_integer_product(compiler, unit, encoding.bits, gated=False, width=width, output_width=4)
-            function = build_product_call(compiler, name, kernel, encoding.bits, form)
+                kernel = build_integer_product(compiler, unit, kind, gated=False, width=width, output_width=4)
+            function = build_product_call(compiler, name, kernel, KINDS[kind].bits, form)
             _registered[name] = function
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
     return name, form
@@ -128,7 +133,7 @@ def _largest_error(product: BlockProduct, dtype: str) -> float:
     packed = product.form.pack(blocks)
     errors = []
     for rows in _ROWS_TRIED:
-        x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 160)), dtype)
+        x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, blocks.shape[1])), dtype)
         exact = product.form.rounded(np.asarray(x, np.float32)).astype(np.float64) @ weights.T
         errors.append(np.abs(_run(product, x, packed) - exact).max() / np.abs(exact).max())
     return float(np.max(errors))  # NaN if any is

@@ -15,16 +15,16 @@ from jax.sharding import NamedSharding
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
+from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, with_zeros
+from sglang_jax.cpu_kernels.integer_layout import LevelKind, kind_of
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import named_sharding
 
 BLOCK_AXES = (Axis.IN_BLOCKS, Axis.IN_BLOCK)
 """The axes that replace inputs in the arrays of a matrix in blocks, until they are packed."""
-
-_BYTES = {ValueType.INT4: jnp.uint8, ValueType.INT8: jnp.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,10 @@ class BlockMatrix(nnx.Module):
         self, product: BlockProduct, inputs: int, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype
     ) -> None:
         """`parts`: the matrices that it consists of. Outputs are filled up to a multiple of the form's with zeros."""
-        encoding = product.encoding
-        assert encoding.block is not None
-        blocks = [*outputs, (Axis.IN_BLOCKS, inputs // encoding.block)]
-        values = [*blocks, (Axis.IN_BLOCK, encoding.block * encoding.bits // 8)]
-        number = jnp.dtype(encoding.scales)
-        arrays = {"values": parameter(values, jnp.dtype(_BYTES[encoding.values]), *parts, role=Role.VALUES)}
-        for role in encoding.roles[1:]:
-            arrays[role.value] = parameter(blocks, number, *parts, role=role)
-        self.arrays = nnx.Dict(arrays)
+        kind = product.encoding.block_type
+        blocks = [*outputs, (Axis.IN_BLOCKS, inputs // kind.weights), (Axis.IN_BLOCK, kind.nbytes)]
+        self.arrays = nnx.Dict(values=parameter(blocks, jnp.dtype(jnp.uint8), *parts, role=Role.VALUES))
+        self.inputs = inputs
         self.output_sizes = tuple(size for _, size in outputs)
         self.product = product
         self.dtype = dtype
@@ -88,17 +83,13 @@ class BlockMatrix(nnx.Module):
         """Changes the loaded arrays, or their shapes, to those that the kernel reads."""
         encoding, form, outputs = self.product.encoding, self.product.form, math.prod(self.output_sizes)
         missing = -outputs % form.outputs
-        stored = {role: self.arrays[role.value].get_value() for role in encoding.roles}
-        values = stored[Role.VALUES]
+        values = self.arrays["values"].get_value()
         if isinstance(values, jax.ShapeDtypeStruct):
-            (shape, dtype), numbers = form.shapes(encoding, (outputs + missing) // form.outputs, values.shape[-2])
-            levels, scales = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(numbers, jnp.float16)
+            packed_shapes = form.shapes(encoding, (outputs + missing) // form.outputs, self.inputs // BLOCK)
+            levels, scales = (jax.ShapeDtypeStruct(*each) for each in packed_shapes)
         else:
-            rows = {
-                role: np.asarray(array).reshape(outputs, *array.shape[len(self.output_sizes) :])
-                for role, array in stored.items()
-            }
-            packed = form.pack(Stored(encoding, rows).of_rows(partial(with_zeros, missing)))
+            stored = Stored(encoding, {Role.VALUES: np.asarray(values).reshape(outputs, *values.shape[-2:])})
+            packed = form.pack(stored.of_rows(partial(with_zeros, missing)))
             levels, scales = (_placed(array, values.sharding) for array in (packed.levels, packed.scales))
         self.arrays = nnx.Dict(levels=_packed(levels), scales=_packed(scales))
 
@@ -113,19 +104,43 @@ class BlockMatrix(nnx.Module):
 
     def rows(self, numbers: jax.Array) -> jax.Array:
         """Dequantised rows `[T]` of a matrix in a layout of integers, `[T, inputs]` in the dtype of products."""
-        form, levels, scales = self.product.form, self.arrays["levels"][...], self.arrays["scales"][...]
+        form, kind = self.product.form, kind_of(self.product.encoding)
         tile, lane = numbers // form.outputs, numbers % form.outputs
-        own = levels[tile, :, :, lane]
-        if self.product.encoding.bits == 4:
-            values = jnp.stack((own & 15, own >> 4), axis=3).astype(jnp.float32)
-        else:
-            values = (own if form.zero else jax.lax.bitcast_convert_type(own, jnp.int8)).astype(jnp.float32) - form.zero
-        scale, *least = jnp.moveaxis(scales[tile, :, :, lane].astype(jnp.float32), 2, 0)
-        values = values.reshape(*scale.shape, -1) * scale[..., None]
-        if least:
+        scale, *offset = self._numbers(tile, lane, kind)
+        values = self._levels(tile, lane, kind).reshape(*scale.shape, kind.group) * scale[..., None]
+        if offset:
             # Rounded before it is added, as where rows are read from the file.
-            values = jax.lax.optimization_barrier(values) + least[0][..., None]
+            values = jax.lax.optimization_barrier(values) + offset[0][..., None]
         return values.reshape(len(numbers), -1).astype(self.dtype)
+
+    def _levels(self, tile: jax.Array, lane: jax.Array, kind: LevelKind) -> jax.Array:
+        """Levels without their zeros, float32 `[T, blocks, 8, 4]`."""
+        levels, zero = self.arrays["levels"][...][tile, :, :, lane], self.product.form.zero
+        if kind.bits == 8:
+            whole = levels if zero else jax.lax.bitcast_convert_type(levels, jnp.int8)
+            return whole.astype(jnp.float32) - zero
+        low, upper = levels[:, :, :4], levels[:, :, 4:]
+        values = jnp.stack((low & 15, low >> 4), axis=3).reshape(*low.shape[:2], 8, 4)
+        if kind.bits > 4:
+            shifts = np.arange(0, 8, kind.bits - 4, dtype=np.uint8)[:, None]
+            bits = upper[:, :, :, None] >> shifts & (1 << (kind.bits - 4)) - 1
+            values = values | bits.reshape(values.shape) << 4
+        return values.astype(jnp.float32) - kind.zero
+
+    def _numbers(self, tile: jax.Array, lane: jax.Array, kind: LevelKind) -> jax.Array:
+        """Scales, and offsets if there are any: float32 `[1 or 2, T, groups]`."""
+        found = self.arrays["scales"][...][tile]
+        at, outputs = jnp.arange(len(tile)), self.product.form.outputs
+        if not kind.factors:
+            return jnp.moveaxis(found[at, :, :, lane].astype(jnp.float32), 2, 0)
+        size = 2 * kind.numbers * outputs
+        pairs = found[:, :, :size].reshape(*found.shape[:2], kind.numbers, outputs, 2)
+        factors = jax.lax.bitcast_convert_type(pairs, jnp.float16)[at, :, :, lane].astype(jnp.float32)
+        small = jax.lax.bitcast_convert_type(found[:, :, size:], jnp.int8)
+        numbers = small.reshape(*found.shape[:2], -1, kind.numbers, outputs)[at, :, :, :, lane].astype(jnp.float32)
+        products = (numbers * factors[:, :, None]).reshape(len(tile), -1, kind.numbers)
+        # Rounded before they are multiplied, as where rows are read from the file.
+        return jnp.moveaxis(jax.lax.optimization_barrier(products), 2, 0)
 
     def repack(self, layout: object) -> None:
         """Does nothing: blocks have only one layout, see `pack`."""

@@ -115,10 +115,58 @@ class TwoFormMatrix(nnx.Module):
         self.plain.repack(layout)
 
 
+class JoinedMatrix(nnx.Module):
+    """Matrices that multiply the same rows and are stored in different ways. Their outputs are joined along an axis."""
+
+    def __init__(self, matrices: Sequence[Matrix], sizes: Sequence[tuple[int, ...]], axis: int) -> None:
+        """`sizes`: of the outputs of each matrix. `axis`: of these, the one along which they are joined."""
+        self.matrices = nnx.List(matrices)
+        self.sizes, self.axis = tuple(sizes), axis
+
+    def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
+        """`x [T, *in]` → float32 `[T, outputs]`; see `Matrix`."""
+        products = [each.multiply(x, of_outputs=of_outputs) for each in self.matrices]
+        own = (found.reshape(len(x), *sizes) for found, sizes in zip(products, self.sizes, strict=True))
+        return jnp.concatenate(list(own), axis=1 + self.axis).reshape(len(x), -1)
+
+    def repack(self, layout: Layout) -> None:
+        for each in self.matrices:
+            each.repack(layout)
+
+
 def matrix_for(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions) -> Matrix:
     """A matrix without values, of the class for the encoding of its `parts`. A matrix in blocks stays in blocks if a
     kernel serves all steps; it is also kept widened to the dtype of products if that serves only few rows, or only
-    widened if no kernel reads its blocks."""
+    widened if no kernel reads its blocks. Parts of different encodings are widened too, unless a kernel serves all
+    steps of one of them."""
+    encodings = {options.encoding_of(part) for part in parts}
+    if len(encodings) > 1 and any(_serves_all_rows(each, options) for each in encodings):
+        own, sizes, axis = _of_parts(outputs)
+        return JoinedMatrix(
+            [_matrix(inputs, each, (part,), options) for each, part in zip(own, parts, strict=True)], sizes, axis
+        )
+    return _matrix(inputs, outputs, parts, options)
+
+
+def _of_parts(outputs: Sizes) -> tuple[list[Sizes], list[tuple[int, ...]], int]:
+    """For gate and up, or for queries, keys and values: the outputs of each, their sizes with the axis along which they
+    are joined, and the number of that axis."""
+    (first, count), *inner = outputs
+    if first is Axis.GATE_OR_UP:
+        return [inner] * count, [(1, *(size for _, size in inner))] * count, 0
+    assert [axis for axis, _ in inner] == [Axis.HEAD_PART, Axis.HEAD_DIM], outputs
+    (_, parts), head = inner
+    group = parts - 2
+    own = [[(Axis.HEADS, count * group), head], *[[(Axis.KV_HEADS, count), head]] * 2]
+    return own, [(count, share, head[1]) for share in (group, 1, 1)], 1
+
+
+def _serves_all_rows(encoding: Encoding | None, options: PartOptions) -> bool:
+    product = None if encoding is None or encoding.block is None else options.block_products(encoding)
+    return product is not None and product.serves_all_rows
+
+
+def _matrix(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions) -> Matrix:
     encoding = options.encoding_of(*parts)
     if encoding is None:
         return PlainMatrix.of(inputs, outputs, parts, options.dtype)

@@ -201,13 +201,13 @@ def runner_spec(
     )
 
 
-def describe(config: EngineConfig, models: Models, in_8_bits: Mapping[ParameterName, str]) -> dict[str, str]:
-    """The details of a runner's report on its models. `in_8_bits`: the matrices in memory in 8 bits, and their
-    dtypes."""
+def describe(config: EngineConfig, models: Models, as_stored: Mapping[ParameterName, str]) -> dict[str, str]:
+    """The details of a runner's report on its models. `as_stored`: the matrices in memory in the dtype in
+    which they are stored, and not in that of activations, and these dtypes."""
     details = {"tp_size": str(config.tp_size)}
     if models.main.transformers_config is not None:
         details["model_impl"] = config.model_impl.value
-    if (matrices := describe_matrices(models.main.config, in_8_bits)) is not None:
+    if (matrices := describe_matrices(models.main.config, as_stored)) is not None:
         details["weights"] = matrices
     if models.draft is not None:
         details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)

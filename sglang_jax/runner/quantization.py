@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
 from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
 from sglang_jax.config import CpuActivations, Dtype, EngineConfig, WeightQuantization
@@ -50,28 +51,22 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
     return quantization_for(checkpoint, wanted)
 
 
-def has_blocks(checkpoint: Checkpoint) -> bool:
-    """Whether some matrices are in quantised blocks that kernels can read (see `cpu_kernels.block_layout`)."""
+def has_blocks(checkpoint: Checkpoint, types: Collection[BlockType] = tuple(BlockType)) -> bool:
+    """Whether some matrices are in quantised blocks of these types."""
     reader = checkpoint.reader
     if reader is None or not checkpoint.reads_gguf:
         return False
     encodings = (reader.encoding(name) for name in reader.names())
-    return any(encoding is not None and encoding.block is not None for encoding in encodings)
+    return any(encoding is not None and encoding.values in types for encoding in encodings)
 
 
 def only_blocks(checkpoint: Checkpoint) -> bool:
-    """Whether all matrices can stay in blocks: each is in blocks, all of a layer in the same kind, so that joined ones
-    stay in blocks too, and none is of an expert."""
+    """Whether all matrices can stay in blocks: each is in blocks, and none is of an expert."""
     if not has_blocks(checkpoint):
         return False
-    found: dict[int | None, set[Encoding | None]] = {}
     encodings = encodings_of(checkpoint, None)
-    for spec in manifest_of(checkpoint.config).specs.values():
-        if spec.is_matrix:
-            encoding = None if spec.places else encodings(spec.name)
-            found.setdefault(spec.name.layer, set()).add(encoding)
-    tables = found.pop(None, set())
-    return None not in tables and all(len(layer) == 1 and None not in layer for layer in found.values())
+    matrices = [spec for spec in manifest_of(checkpoint.config).specs.values() if spec.is_matrix]
+    return not any(spec.places or encodings(spec.name) is None for spec in matrices)
 
 
 def rounds_activations(config: EngineConfig) -> bool:
@@ -85,12 +80,15 @@ def rounds_activations(config: EngineConfig) -> bool:
 def wants_blocks(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     """Whether matrices of the checkpoint should be kept in blocks. Raises `ConfigError` if that was asked for and it
     has none."""
-    if has_blocks(checkpoint):
-        return config.keep_gguf_blocks or rounds_activations(config)
+    rounds = rounds_activations(config)
+    types = tuple(BlockType) if rounds else WITH_EXACT_ACTIVATIONS
+    if has_blocks(checkpoint, types):
+        return config.keep_gguf_blocks or rounds
     if asks_for_blocks(config):
+        *others, last = (kind.value for kind in types)
         raise ConfigError(
-            f"{_option_of_blocks(config)}: {checkpoint.source.path} is not a GGUF file with Q4_0, Q4_1 or Q8_0 "
-            "matrices: remove the option"
+            f"{_option_of_blocks(config)}: {checkpoint.source.path} is not a GGUF file with {', '.join(others)} or "
+            f"{last} matrices: remove the option"
         )
     return False
 
@@ -131,11 +129,13 @@ def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quan
 
 
 def describe_matrices(model: ModelConfig, kept: Mapping[ParameterName, str]) -> str | None:
-    """Describes and logs how many matrices of a model are `kept` in 8 bits; None if none are."""
+    """Describes and logs how many matrices of a model, without the table of embeddings, are `kept` in another dtype
+    than that of activations; None if none are."""
     if not kept:
         return None
     count = sum(spec.is_matrix and spec.name.part is not Part.EMBEDDING for spec in manifest_of(model).specs.values())
-    found = f"{len(kept)} of {count} matrices in {' and '.join(sorted(set(kept.values())))}"
+    own = sum(name.part is not Part.EMBEDDING for name in kept)
+    found = f"{own} of {count} matrices in {' and '.join(sorted(set(kept.values())))}"
     logger.info("In memory are %s; the others are in --dtype", found)
     return found
 
@@ -153,6 +153,19 @@ def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> E
     if checkpoint.reader is None:
         return read_orbax_encodings(checkpoint.source.path, checkpoint.config).get
     return ParameterReader(checkpoint.reader, checkpoint.config, quantization).encoding
+
+
+def matrices_in_bfloat16(checkpoint: Checkpoint, quantization: Quantization | None) -> frozenset[ParameterName]:
+    """The matrices that the checkpoint stores in bfloat16, and that can be used as stored; not those of experts."""
+    if checkpoint.reader is None or checkpoint.transformers_config is not None:
+        return frozenset()
+    reader = ParameterReader(checkpoint.reader, checkpoint.config, quantization)
+    return frozenset(name for name in manifest_of(checkpoint.config).specs if reader.in_bfloat16(name))
+
+
+def only_bfloat16(model: ModelConfig, names: Collection[ParameterName]) -> bool:
+    """Whether all matrices of a model are among `names`."""
+    return all(spec.name in names for spec in manifest_of(model).specs.values() if spec.is_matrix)
 
 
 def keeps_blocks(needed: int, room: int) -> bool:

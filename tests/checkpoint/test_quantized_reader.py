@@ -35,7 +35,8 @@ from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
-from sglang_jax.checkpoint.encoding import Q4, Q8, ActivationScales, Encoding, Stored, ValueType
+from sglang_jax.checkpoint.encoding import BLOCKS, ActivationScales, Encoding, Stored, ValueType
+from sglang_jax.checkpoint.ggml_blocks import BlockType
 from sglang_jax.checkpoint.quantized_reader import KeptArrays
 from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
@@ -571,9 +572,16 @@ def test_routers_may_be_plain_though_all_linear_layers_are_quantised(tmp_path: P
 
 
 def test_shards_that_cut_through_blocks_have_no_encoding() -> None:
-    assert [Q8.allows(slice(*ends), 96) for ends in ((0, 96), (32, 64), (0, 40), (8, 40))] == [True, True, False, False]
+    q8_0 = BLOCKS[BlockType.Q8_0]
+    assert [q8_0.allows(slice(*ends), 96) for ends in ((0, 96), (32, 64), (0, 40), (8, 40))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [BLOCKS[BlockType.Q4_K].allows(slice(*ends), 768) for ends in ((256, 512), (0, 128))] == [True, False]
     assert FP8_STATIC.allows(slice(3, 5), 96)
-    assert Q4.nbytes(6, 64) == 6 * 2 * 20
+    assert BLOCKS[BlockType.Q4_1].nbytes(6, 64) == 6 * 2 * 20
 
 
 def test_transformers_models_take_plain_weights_only(config_folder: Path) -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from sglang_jax.config import EngineConfig
+from sglang_jax.cpu_kernels.bfloat16_tiles import FloatVectors
 from sglang_jax.cpu_kernels.byte_units import best_unit
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from sglang_jax.cpu_kernels.prompt_tiles import Products
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.cpu_prompts import CpuPrompts
 from torch_backend.attention.interface import HeadForm
+from torch_backend.cpu_kernels.bfloat16_matrix import CpuBfloat16Products
 from torch_backend.cpu_kernels.block_matrix import BlockProducts
 from torch_backend.cpu_kernels.compiling import caching_compiler
 from torch_backend.cpu_kernels.operations import CpuOperations
@@ -43,6 +45,12 @@ def block_products() -> BlockProducts:
 def integer_products(unit: int | None = None, dtype: torch.dtype = torch.bfloat16) -> BlockProducts:
     """Products of rows rounded to int8. `unit`: an index of `byte_units.UNITS`; None: the fastest of this processor."""
     return BlockProducts(_compiler(), unit=best_unit() if unit is None else unit, dtype=dtype)
+
+
+@functools.cache
+def bfloat16_products(vectors: FloatVectors | None = None) -> CpuBfloat16Products:
+    """Products with matrices of bfloat16. `vectors`: by default those of this processor."""
+    return CpuBfloat16Products(_compiler(), vectors=vectors)
 
 
 @dataclass(frozen=True, slots=True)

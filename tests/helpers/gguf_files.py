@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -143,7 +144,8 @@ def make_tiny_gguf(
     tokenizer: PreTrainedTokenizerFast,
     architecture: str = "llama",
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    others: Mapping[str, tuple[np.ndarray, GGMLQuantizationType]] = MappingProxyType({}),
 ) -> Path:
-    """Writes a transformers model and its tokenizer as one GGUF file."""
+    """Writes a transformers model and its tokenizer as one GGUF file. `others`: tensors that replace the model's."""
     metadata = model_metadata(model, architecture) | byte_level_metadata(tokenizer)
-    return write_gguf(path, architecture, metadata, model_tensors(model, kind))
+    return write_gguf(path, architecture, metadata, model_tensors(model, kind) | dict(others))

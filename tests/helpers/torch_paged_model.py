@@ -16,7 +16,7 @@ from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import EngineConfig, ModelImpl
-from sglang_jax.runner.quantization import encodings_of
+from sglang_jax.runner.quantization import encodings_of, matrices_in_bfloat16
 from torch_backend.attention.fixed import BlockAttention, ChunksOnly, DecodeRowsOnly
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
@@ -24,6 +24,7 @@ from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.compilation.building import build_traced
 from torch_backend.compilation.traced_model import TracedTransformer
 from torch_backend.kv_pages import KVPages, LayerMemory, StateDtypes
+from torch_backend.layers.bfloat16 import Bfloat16Products, Bfloat16Weights
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
@@ -42,9 +43,9 @@ class TorchPagedModel:
 
     `numba`: attention and fused operations are CPU kernels. `traced`: the model is transformers', rewritten. Without
     `load` the model has no weights yet. `quantization`: of its weights while they are loaded. `block_matrices`: the
-    modules that keep their matrices in blocks, too. `recorded`: all matrices stay in blocks, with threads for their
-    kernels; decode steps are recorded if it is true. `fixed`: a token's logits do not depend on the other tokens;
-    `num_shards`: nor on the number of ranks.
+    modules that keep their matrices in blocks, too. `bfloat16`: the products of matrices that stay in bfloat16.
+    `recorded`: all matrices stay in blocks, with threads for their kernels; decode steps are recorded if it is true.
+    `fixed`: a token's logits do not depend on the other tokens; `num_shards`: nor on the number of ranks.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class TorchPagedModel:
         load: bool = True,
         quantization: Quantization | None = None,
         block_matrices: BlockMatrices | None = None,
+        bfloat16: Bfloat16Products | None = None,
         recorded: bool | None = None,
         fixed: bool = False,
         num_shards: int | None = None,
@@ -90,6 +92,8 @@ class TorchPagedModel:
             encodings = encodings_of(checkpoint, quantization)
             kinds |= {"states": states or NativeStates(fixed=fixed), "encodings": encodings}
             kinds |= {"block_matrices": block_matrices, "fixed": fixed, "num_shards": num_shards}
+            if bfloat16 is not None:
+                kinds["bfloat16"] = Bfloat16Weights(matrices_in_bfloat16(checkpoint, quantization), bfloat16)
             if recorded is not None:
                 threaded = ThreadedKernels.of(dtype, list(shards[0].head_forms(config)), recorded=recorded)
                 kinds |= {field.name: getattr(threaded, field.name) for field in fields(threaded)}

@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from gguf import GGMLQuantizationType
+from helpers.gguf_blocks import make_mixed_gguf
 from helpers.gguf_files import make_tiny_gguf
 from helpers.paged_model import PagedModel
 from helpers.plan_driver import PlanDriver
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.checkpoint.encoding import Q8, Encoding
+from sglang_jax.checkpoint.encoding import BLOCKS, Encoding
+from sglang_jax.checkpoint.ggml_blocks import BlockType
+from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.config import Dtype, EngineConfig
 from sglang_jax.cpu_kernels import vectors
 from sglang_jax.cpu_kernels.byte_units import UNITS, best_unit
@@ -27,6 +30,7 @@ from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product
 from sglang_jax.jax_runner.loading import load_rank
 from sglang_jax.layers.block_matrix import BlockProduct
+from sglang_jax.layers.matrix import JoinedMatrix
 from sglang_jax.runner.plan import PromptLogprobs
 from sglang_jax.runner.quantization import keeps_blocks
 
@@ -90,10 +94,29 @@ def test_a_model_in_blocks_has_no_widened_copy(tied: bool, tmp_path: Path) -> No
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
+def test_a_model_with_matrices_of_several_types_stays_in_blocks(tmp_path: Path) -> None:
+    """Queries, keys and values, or gate and up, are joined although their blocks differ. Rows of a table of Q6_K are
+    those of the widened one."""
+    file = make_mixed_gguf(tmp_path, tied=True, up=GGMLQuantizationType.Q4_K)
+    widened = PagedModel(file, dtype="bfloat16", page_size=16)
+    in_blocks = partial(block_product, cache_folder=EngineConfig().cache_folder(), unit=best_unit())
+    blocks = PagedModel(file, dtype="bfloat16", page_size=16, block_products=in_blocks)
+    joined = [each for _, each in nnx.iter_modules(blocks.model) if isinstance(each, JoinedMatrix)]
+    assert [len(each.matrices) for each in joined] == [3, 2] * 2
+    held = sum(each.nbytes for each in jax.tree.leaves(nnx.state(blocks.model)))
+    assert held < 1.03 * sum(each.num_bytes for each in open_gguf(file).tensors.values())
+    ids = jnp.array([0, 1, 15, 16, 17, 376, 377], jnp.int32)
+    np.testing.assert_array_equal(*(np.asarray(jax.jit(each.model.embedding)(ids)) for each in (blocks, widened)))
+    tokens = np.random.default_rng(0).integers(0, 378, (4, 50)).astype(np.int32)
+    steps = [{0: 40, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
+        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
 @pytest.mark.parametrize("unit", [number for number, unit in enumerate(UNITS) if unit.found()])
 def test_xla_calls_the_kernel_of_every_processor(unit: int) -> None:
     """The trial's blocks have some scales that are too small for float16's exponent."""
-    assert block_product(Q8, EngineConfig().cache_folder(), unit=unit, dtype="float32") is not None
+    assert block_product(BLOCKS[BlockType.Q8_0], EngineConfig().cache_folder(), unit=unit, dtype="float32") is not None
 
 
 def test_no_blocks_are_kept_where_they_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,9 +132,7 @@ def test_a_scale_that_float16_cannot_hold_is_an_error(tmp_path: Path) -> None:
     model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = 16e4
     file = make_tiny_gguf(tmp_path / "x.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_0)
-    with pytest.raises(
-        CheckpointError, match=r"x\.gguf: model\.layers\.1\.mlp\.up_proj\.weight has scales that blocks"
-    ):
+    with pytest.raises(CheckpointError, match=r"Q4_0 has the scale 20000, and kernels .* at most 8188"):
         PagedModel(file, dtype="bfloat16", block_products=products)
 
 
@@ -148,7 +169,7 @@ def test_a_runner_with_blocks(tmp_path: Path) -> None:
     hidden, inner, layers, vocab = 128, 256, 2, 384
     weights = vocab * hidden + layers * (hidden * (2 * hidden + 2 * hidden // 2) + 3 * hidden * inner)
     plain = 2 * (weights + vocab * hidden + (2 * layers + 1) * hidden)
-    assert bytes_held == plain + Q8.nbytes(weights // 32, 32)
+    assert bytes_held == plain + BLOCKS[BlockType.Q8_0].nbytes(weights // 32, 32)
 
 
 def test_blocks_are_refused_for_checkpoints_and_machines_without_support(

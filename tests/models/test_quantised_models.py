@@ -233,7 +233,7 @@ def test_the_reported_type_is_that_of_the_loaded_matrices(tmp_path: Path) -> Non
         encodings=encodings_of(checkpoint, None),
     )
     kept = parameters.matrices_in_8_bits(jax_model)
-    assert kept == torch_weights.matrices_in_8_bits(models[1].model, checkpoint.config)
+    assert kept == torch_weights.matrices_as_stored(models[1].model, checkpoint.config)
     assert {name.part for name in kept} == {Part.OUTPUT, Part.DOWN}
     assert describe_matrices(checkpoint.config, kept) == "4 of 15 matrices in int8"
     assert describe_matrices(checkpoint.config, {}) is None

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from helpers import gguf_blocks
 from helpers.cpu_kernels import block_products, integer_products
 from helpers.fixed_rows import differences
-from helpers.gguf_blocks import KINDS, opened, stored
+from helpers.gguf_blocks import EXACT_KINDS, KINDS, make_mixed_gguf, opened, stored
 from helpers.gguf_files import make_tiny_gguf
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from helpers.torch_paged_model import TorchPagedModel
@@ -25,13 +25,16 @@ from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.checkpoint.encoding import Q4, Stored
+from sglang_jax.checkpoint.encoding import BLOCKS, Stored
+from sglang_jax.checkpoint.ggml_blocks import BlockType
+from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.config import AttentionBackend, EngineConfig
 from sglang_jax.cpu_kernels import vectors
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.integer_layout import rounded_rows
 from sglang_jax.cpu_kernels.vectors import supported
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.quantization import only_blocks
 from torch_backend import building
 from torch_backend.attention.native import NativeAttention
 from torch_backend.building import _block_matrices
@@ -40,7 +43,7 @@ from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import matrix_by_size
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.layout import PackedLayout
-from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, TwoFormMatrix
+from torch_backend.layers.matrix import JoinedMatrix, PlainMatrix, QuantisedMatrix, TwoFormMatrix
 from torch_backend.layers.matrix_by_size import MatrixBySize, MatrixShape, Product, set_limits
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
@@ -48,6 +51,7 @@ from torch_backend.native_sampler import NativeSampler
 from torch_backend.weights import bytes_in_blocks, load_weights, weight_bytes
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+every_exact_kind = pytest.mark.parametrize("kind", EXACT_KINDS, ids=lambda kind: kind.name)
 
 UNITS_HERE = [
     pytest.param(number, dtype, id=f"{number}-{dtype}".replace("torch.", ""))
@@ -71,18 +75,19 @@ def test_blocks_are_the_numbers_that_the_reader_widens(
 ) -> None:
     """Llama's files have the query rows in another order than the model, as do models whose rotary pairs are
     adjacent."""
-    parameters, name = opened(tmp_path, stored(kind, 24, 160), kind, architecture, interleaved)
-    for index in (None, (slice(12, 24), slice(0, 160)), (slice(0, 24), slice(32, 128))):
+    block = GGML_QUANT_SIZES[kind][0]
+    parameters, name = opened(tmp_path, stored(kind, 24, 5 * block), kind, architecture, interleaved)
+    for index in (None, (slice(12, 24), slice(0, 5 * block)), (slice(0, 24), slice(block, 4 * block))):
         assert parameters.encoding(name, index) is not None
         blocks = parameters.read_stored(name, index)
         expected = parameters.read(name, index)
         assert blocks.shape == expected.shape
         np.testing.assert_array_equal(blocks.widened(), expected)
-    assert parameters.encoding(name, (slice(0, 24), slice(16, 160))) is None
+    assert parameters.encoding(name, (slice(0, 24), slice(16, 5 * block))) is None
 
 
 @needs_units
-@every_kind
+@every_exact_kind
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 11, 64])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_products_are_rounded_once(kind: GGMLQuantizationType, rows: int, bias: bool, tmp_path: Path) -> None:
@@ -112,7 +117,7 @@ def check_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 @needs_units
-@every_kind
+@every_exact_kind
 def test_a_product_is_batch_invariant(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     """Bit for bit: by itself, in a small batch that is multiplied directly, and in a large one whose weights are
     widened first."""
@@ -131,17 +136,26 @@ def test_products_of_rows_rounded_to_int8(unit: int, dtype: torch.dtype, tmp_pat
     """Against float64 products of the rounded rows, rounded once; with rows as they are, the error is about that of
     rounding to 255 numbers. Bit for bit the same in any batch. With each group of instructions of this processor."""
     generator = torch.Generator().manual_seed(3)
-    for kind, bias in zip(KINDS, (False, True, True), strict=True):
-        blocks, _ = blocks_of(kind, 2080, 160, tmp_path)
-        x = torch.randn((64, 160), generator=generator).to(dtype)
+    first = UNITS_HERE[0].values == (unit, dtype)
+    for kind in KINDS if first else (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, *KINDS[-2:]):
+        blocks, _ = blocks_of(kind, 2080 if kind is GGMLQuantizationType.Q4_1 else 96, 160, tmp_path)
+        (outputs, inputs), bias = blocks.shape, kind is GGMLQuantizationType.Q4_1
+        x = torch.randn((64, inputs), generator=generator).to(dtype)
         x[5, 32:64] = 0
-        offset = torch.randn(2080, generator=generator).to(dtype) if bias else None
+        offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
         weight = torch.from_numpy(blocks.widened()).double()
         rounded = torch.from_numpy(rounded_rows(x.float().numpy())).double()
         matrix = integer_products(unit, dtype).matrix(blocks, offset)
         exact = functional.linear(rounded, weight, None if offset is None else offset.double())
         found = matrix.multiply(x)
         check_rounded_once(found, exact)
+        unrounded = functional.linear(x.double(), weight)
+        assert float((functional.linear(rounded, weight) - unrounded).norm() / unrounded.norm()) < 0.01
+        batches = ((0, 1), (5, 7), (9, 12), (20, 24), (30, 39), (40, 57))
+        for first_row, last in batches:
+            assert torch.equal(matrix.multiply(x[first_row:last]), found[first_row:last])
+        if kind not in EXACT_KINDS:
+            continue
         gate, up = exact.chunk(2, dim=-1)
         gated = matrix.multiply_gated(x, Activation.SILU)
         error, size = (gated.double() - functional.silu(gate) * up).abs(), (functional.silu(gate) * up).abs()
@@ -150,11 +164,8 @@ def test_products_of_rows_rounded_to_int8(unit: int, dtype: torch.dtype, tmp_pat
         of_gate, of_up = terms.chunk(2, dim=-1)
         of_sums = of_gate * up.abs() + of_up * functional.silu(gate).abs() + (1e-4 if dtype is torch.bfloat16 else 1e-6)
         assert bool((error <= 1.02 * torch.finfo(dtype).eps * size + of_sums).all())
-        for first, last in ((0, 1), (5, 7), (9, 12), (20, 24), (30, 39), (40, 57)):
-            assert torch.equal(matrix.multiply(x[first:last]), found[first:last])
-            assert torch.equal(matrix.multiply_gated(x[first:last], Activation.SILU), gated[first:last])
-        unrounded = functional.linear(x.double(), weight)
-        assert float((functional.linear(rounded, weight) - unrounded).norm() / unrounded.norm()) < 0.01
+        for first_row, last in batches:
+            assert torch.equal(matrix.multiply_gated(x[first_row:last], Activation.SILU), gated[first_row:last])
 
 
 @pytest.mark.parametrize("products", [pytest.param("exact", marks=needs_units), "int8"])
@@ -196,6 +207,26 @@ def test_a_model_with_blocks_has_the_logits_of_the_widened_one(tied: bool, tmp_p
             each.limit = limit
         for found, wanted in zip(blocks.run(tokens, steps), expected, strict=True):
             assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+
+
+def test_a_model_with_matrices_of_several_types_stays_in_blocks(tmp_path: Path) -> None:
+    """Queries, keys and values, or gate and up, are joined although their blocks differ."""
+    file = make_mixed_gguf(tmp_path, tied=True, up=GGMLQuantizationType.Q4_K)
+    checkpoint = open_checkpoint(str(file))
+    assert only_blocks(checkpoint)
+    widened = TorchPagedModel(file, dtype=torch.bfloat16, page_size=16)
+    blocks = TorchPagedModel(file, dtype=torch.bfloat16, page_size=16, block_matrices=integer_products())
+    modules = list(blocks.model.modules())
+    assert not [each for each in modules if isinstance(each, PlainMatrix)]
+    joined = [each for each in modules if isinstance(each, JoinedMatrix)]
+    assert [len(each.matrices) for each in joined] == [3, 2] * 2
+    assert weight_bytes(blocks.model) < 1.03 * sum(each.num_bytes for each in open_gguf(file).tensors.values())
+    ids = torch.tensor([0, 1, 15, 16, 17, 376, 377], dtype=torch.int32)
+    assert torch.equal(blocks.model.embeddings[0](ids), widened.model.embeddings[0](ids))
+    tokens = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, (4, 90)).astype(np.int32)
+    steps = [{0: 80, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
+        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
@@ -253,8 +284,8 @@ def test_kernels_that_multiply_wrongly_are_rejected(
         monkeypatch.setattr(BlockMatrix, "multiply", lambda matrix, x, by=wrong: right(matrix, x) * by)
         products = BlockProducts(block_products().compiler)
         with caplog.at_level(logging.WARNING, logger="torch_backend"):
-            assert not products.work(Q4, gated=False), name
-            assert not products.work(Q4, gated=False)
+            assert not products.work(BLOCKS[BlockType.Q4_0], gated=False), name
+            assert not products.work(BLOCKS[BlockType.Q4_0], gated=False)
         (message,) = caplog.messages
         assert message.endswith("wrong results on this machine")
         caplog.clear()
@@ -293,7 +324,7 @@ class Clock:
 def test_the_quicker_format_serves(
     small_batch: tuple[float, float], large_batch: tuple[float, float], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, form = Clock(), MatrixShape(outputs=1024, inputs=2**12, bits=4, gated=False)
+    clock, form = Clock(), MatrixShape(outputs=1024, inputs=2**12, encoding=BLOCKS[BlockType.Q4_0], gated=False)
     monkeypatch.setattr(matrix_by_size.time, "thread_time", lambda: clock.now)
     products = [
         MatrixBySize(form, clock.product(*small_batch), clock.product(*large_batch), torch.bfloat16) for _ in range(5)
@@ -337,6 +368,9 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
         assert kept(False, file, rounding, cpu_activations="auto", **other) is None
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
     assert kept(False, folder, rounding, cpu_activations="auto") is None
-    for options in ({"cpu_activations": "int8"}, {"cpu_activations": "auto"}):
-        with pytest.raises(ConfigError, match="tensors is not a GGUF file with Q4_0, Q4_1 or Q8_0 matrices"):
-            kept(options == {"cpu_activations": "auto"}, folder, able, **options)
+    for options, types in (
+        ({"cpu_activations": "int8"}, "Q4_0, Q4_1, .*Q5_K or Q6_K"),
+        ({"cpu_activations": "auto", "dtype": "float32"}, "Q4_0, Q4_1 or Q8_0"),
+    ):
+        with pytest.raises(ConfigError, match=f"tensors is not a GGUF file with {types} matrices"):
+            kept("dtype" in options, folder, able, **options)

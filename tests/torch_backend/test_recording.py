@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from helpers.cpu_kernels import ThreadedKernels
+from helpers.gguf_blocks import make_mixed_gguf
 from helpers.gguf_files import make_tiny_gguf
 from helpers.tiny_models import make_tiny_model, make_tiny_tokenizer
 from helpers.torch_paged_model import TorchPagedModel
@@ -34,11 +35,13 @@ STEPS = [
 
 
 def models(folder: Path, architecture: str, dtype: torch.dtype) -> tuple[TorchPagedModel, TorchPagedModel]:
-    """With recordings and without."""
-    model = make_tiny_model(architecture, hidden_size=128, intermediate_size=256)
-    file = make_tiny_gguf(
-        folder / "model.gguf", model, make_tiny_tokenizer(folder), architecture, GGMLQuantizationType.Q8_0
-    )
+    """With recordings and without. The Llama has matrices of several types."""
+    if architecture == "llama":
+        file = make_mixed_gguf(folder, tied=False)
+    else:
+        model = make_tiny_model(architecture, hidden_size=128, intermediate_size=256)
+        file = folder / "model.gguf"
+        make_tiny_gguf(file, model, make_tiny_tokenizer(folder), architecture, GGMLQuantizationType.Q8_0)
     options = {"dtype": dtype, "page_size": 16}
     return TorchPagedModel(file, recorded=True, **options), TorchPagedModel(file, recorded=False, **options)
 
@@ -53,7 +56,7 @@ def test_recorded_steps_have_equal_results(
     for one recording only."""
     monkeypatch.setattr(recording, "_MAX_BYTES", limit)
     recorded, plain = models(tmp_path, architecture, dtype)
-    tokens = np.random.default_rng(0).integers(0, 384, (4, 250)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 378, (4, 250)).astype(np.int32)
     for _ in range(2):
         for step, (found, expected) in enumerate(
             zip(recorded.run(tokens, STEPS), plain.run(tokens, STEPS), strict=True)

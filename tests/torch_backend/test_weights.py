@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.cpu_kernels import bfloat16_products
 from helpers.parity_cases import STEPS, prompts
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 from helpers.torch_paged_model import TorchPagedModel
 from torch.nn import functional
 
 from sglang_jax.checkpoint import ModelConfig, open_checkpoint
+from sglang_jax.checkpoint.quantization import INT8_ROWS, Quantization
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.errors import CheckpointError
 from torch_backend.attention.native import NativeAttention
@@ -101,6 +106,33 @@ def test_faults_are_named_before_tensors_are_read(tmp_path: Path) -> None:
     assert "missing: model.layers.1.self_attn.q_proj.bias (64,)" in str(caught.value)
     assert "misshapen: model.layers.0.mlp.up_proj.weight is (128, 64)" in str(caught.value)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {"quantization": Quantization(INT8_ROWS)}),
+        ("llama", {"bfloat16": bfloat16_products()}),
+        ("qwen2_moe", {"fixed": True}),
+        ("qwen3_next", {}),
+        ("deepseek_v2", {}),
+    ],
+    ids=["int8", "bfloat16", "experts", "recurrent", "latent"],
+)
+def test_a_model_is_freed_without_the_garbage_collector(
+    architecture: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A running engine's model is kept from the garbage collector, so replaced weights would stay in memory."""
+    folder = make_tiny_checkpoint(tmp_path, architecture, dtype="bfloat16")
+    model = TorchPagedModel(folder, **options)
+    model.run(prompts(), STEPS)
+    modules = [weakref.ref(each) for each in model.model.modules()]
+    gc.disable()
+    try:
+        del model
+        assert not [each() for each in modules if each() is not None]
+    finally:
+        gc.enable()
 
 
 class TestPacking:

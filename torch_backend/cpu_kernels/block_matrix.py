@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 
 import torch
 from numba.core.errors import NumbaError
@@ -11,10 +12,12 @@ from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.ggml_blocks import BlockType
 from sglang_jax.cpu_kernels import block_product
-from sglang_jax.cpu_kernels.block_layout import EXACT, random_blocks, with_zeros
+from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, random_blocks, with_zeros
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
+from sglang_jax.cpu_kernels.integer_layout import KINDS, LevelKind, kind_of
 from sglang_jax.cpu_kernels.integer_product import build_integer_product
 from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.cpu_kernels.threads import OwnThreads
@@ -49,6 +52,8 @@ class BlockProducts:
         """Whether products of an encoding, or gated ones, compile here and are correct: tested once; a failure is
         logged."""
         key = encoding, gated
+        if encoding.values not in self.form.types:
+            return False
         if key not in self._found:
             if self.unit is not None and not self._found:
                 logger.info("Matrices in blocks multiply activations rounded to int8, with %s", UNITS[self.unit].name)
@@ -56,7 +61,7 @@ class BlockProducts:
                 self._found[key] = self._right(encoding, gated)
             except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError
                 logger.info(
-                    "Blocks of %d bits are dequantised: numba cannot compile their product (%s)", encoding.bits, error
+                    "%s matrices are dequantised: numba cannot compile their product (%s)", encoding.values.value, error
                 )
                 self._found[key] = False
         return self._found[key]
@@ -64,6 +69,7 @@ class BlockProducts:
     def _right(self, encoding: Encoding, gated: bool) -> bool:
         """Whether products of 1 row and of 17 equal those of the widened matrix in float64, rounded."""
         blocks = random_blocks(encoding, outputs=256, inputs=96)
+        inputs = blocks.shape[1]
         weights = torch.from_numpy(blocks.widened())
         # Integers are multiplied without rounding the weights before.
         weights = weights.bfloat16().double() if self.unit is None else weights.double()
@@ -71,7 +77,7 @@ class BlockProducts:
         bias = torch.randn(256, generator=generator).to(self.dtype)
         matrix = self.matrix(blocks, bias)
         for rows in (1, 17):
-            x = torch.randn((rows, 96), generator=generator).to(self.dtype)
+            x = torch.randn((rows, inputs), generator=generator).to(self.dtype)
             rounded = torch.from_numpy(self.form.rounded(x.float().numpy())).double()
             exact = functional.linear(rounded, weights, bias.double())
             found = matrix.multiply(x)
@@ -82,9 +88,8 @@ class BlockProducts:
             allowed = max(2 * torch.finfo(self.dtype).eps, 1e-5) * (1 + exact.abs().max())
             if not bool((found.double() - exact).abs().max() <= allowed):
                 logger.warning(
-                    "Blocks of %d bits are dequantised: the kernel of their product computes wrong results on this "
-                    "machine",
-                    encoding.bits,
+                    "%s matrices are dequantised: the kernel of their product computes wrong results on this machine",
+                    encoding.values.value,
                 )
                 return False
         return True
@@ -105,9 +110,10 @@ class BlockProducts:
         return BlockMatrix(self, blocks, bias)
 
     def run(
-        self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor
+        self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor, outputs: int
     ) -> torch.Tensor:
-        rows, outputs = output.shape
+        """Writes `outputs` numbers to each row of `output`, which is contiguous or some columns of a matrix that is."""
+        rows = len(x)
         launcher = matrix.launcher if activation is None else matrix.gated_launcher
         launcher(
             matrix.num_levels * rows,
@@ -121,21 +127,22 @@ class BlockProducts:
             outputs,
             matrix.inputs,
             0 if activation is None else _ACTIVATIONS[activation],
+            output.stride(0),
         )
         return output
 
     def launcher(self, encoding: Encoding, *, gated: bool) -> Launcher:
         key = encoding, gated
         if key not in self._launchers:
-            kernel = self._kernel(encoding.bits, gated)
+            kernel = self._kernel(encoding.block_type, gated)
             self._launchers[key] = Launcher(kernel, block_product.FIELDS, self._threads)
         return self._launchers[key]
 
-    def _kernel(self, bits: int, gated: bool) -> CompiledKernel:
+    def _kernel(self, kind: BlockType, gated: bool) -> CompiledKernel:
         if self.unit is None:
-            return block_product.build_block_product(self.compiler, bits, gated)
+            return block_product.build_block_product(self.compiler, KINDS[kind].bits, gated)
         size = self.dtype.itemsize
-        return build_integer_product(self.compiler, self.unit, bits, gated, width=size, output_width=size)
+        return build_integer_product(self.compiler, self.unit, kind, gated, width=size, output_width=size)
 
     def _reserve(self, inputs: int) -> None:
         """Allocates scratch for every thread to multiply by a matrix with this many inputs."""
@@ -156,7 +163,8 @@ class BlockMatrix:
         missing = -self.outputs % products.form.outputs
         packed = products.form.pack(blocks.of_rows(functools.partial(with_zeros, missing)))
         self.bias = None if bias is None else functional.pad(bias, (0, missing))
-        self._missing = missing
+        self.columns = self.outputs + missing
+        """Outputs that a product writes: those behind `outputs` are zeros."""
         self.levels, self.scales = torch.from_numpy(packed.levels), torch.from_numpy(packed.scales)
         self.num_levels = self.levels.numel()
         self.addresses = (
@@ -175,31 +183,54 @@ class BlockMatrix:
     def gated_launcher(self) -> Launcher:
         return self._products.launcher(self.encoding, gated=True)
 
-    @property
-    def bits(self) -> int:
-        return self.encoding.bits
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
-        output = torch.empty((len(x), self.outputs + self._missing), dtype=x.dtype)
-        self._products.run(self, x.contiguous(), None, output)
-        return output[:, : self.outputs] if self._missing else output
+        output = torch.empty((len(x), self.columns), dtype=x.dtype)
+        self.multiply_into(x, output)
+        return output[:, : self.outputs] if self.columns > self.outputs else output
+
+    def multiply_into(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """See `BlockedMatrix`."""
+        self._products.run(self, x.contiguous(), None, output, self.columns)
 
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """For a matrix of gate and up, in this order: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         output = torch.empty((len(x), self.outputs // 2), dtype=x.dtype)
-        return self._products.run(self, x.contiguous(), activation, output)
+        return self._products.run(self, x.contiguous(), activation, output, self.outputs // 2)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Dequantised rows `[T]` of a matrix in a layout of integers, `[T, inputs]` in the dtype of products."""
-        tile, lane = numbers // self._products.form.outputs, numbers % self._products.form.outputs
-        levels, zero = self.levels[tile, :, :, lane], self._products.form.zero
-        if self.bits == 4:
-            values = torch.stack((levels & 15, levels >> 4), dim=3).float()
-        else:
-            values = levels.float() - zero if zero else levels.view(torch.int8).float()
-        scale, *least = self.scales[tile, :, :, lane].float().unbind(2)
-        values = values.flatten(2) * scale[..., None]
-        if least:
-            values = values + least[0][..., None]
+        form, kind = self._products.form, kind_of(self.encoding)
+        tile, lane = numbers // form.outputs, numbers % form.outputs
+        scale, *offset = self._numbers(tile, lane, kind, form)
+        values = self._levels(tile, lane, kind, form).reshape(*scale.shape, kind.group) * scale[..., None]
+        if offset:
+            values = values + offset[0][..., None]
         return values.flatten(1).to(self._products.dtype)
+
+    def _levels(self, tile: torch.Tensor, lane: torch.Tensor, kind: LevelKind, form: BlockForm) -> torch.Tensor:
+        """Levels without their zeros, float32 `[T, blocks, 8, 4]`."""
+        levels = self.levels[tile, :, :, lane]
+        if kind.bits == 8:
+            return levels.float() - form.zero if form.zero else levels.view(torch.int8).float()
+        low, upper = levels[:, :, :4], levels[:, :, 4:]
+        values = torch.stack((low & 15, low >> 4), dim=3).flatten(2, 3)
+        if kind.bits > 4:
+            shifts = torch.arange(0, 8, kind.bits - 4, dtype=torch.uint8)[:, None]
+            bits = upper[:, :, :, None] >> shifts & (1 << (kind.bits - 4)) - 1
+            values = values | bits.flatten(2, 3) << 4
+        return values.float() - kind.zero
+
+    def _numbers(
+        self, tile: torch.Tensor, lane: torch.Tensor, kind: LevelKind, form: BlockForm
+    ) -> Sequence[torch.Tensor]:
+        """Scales, and offsets if there are any, each float32 `[T, groups]`."""
+        if not kind.factors:
+            return self.scales[tile, :, :, lane].float().unbind(2)
+        found, size = self.scales[tile], 2 * kind.numbers * form.outputs
+        shape = (*found.shape[:2], -1, kind.numbers, form.outputs)
+        factors = found[:, :, :size].contiguous().view(torch.float16).reshape(shape)
+        numbers = found[:, :, size:].contiguous().view(torch.int8).reshape(shape)
+        at = torch.arange(len(tile))
+        own = numbers[at, :, :, :, lane].float() * factors[at, :, :, :, lane].float()
+        return own.flatten(1, 2).unbind(2)

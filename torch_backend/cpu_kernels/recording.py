@@ -30,7 +30,17 @@ _NEW = {"torch.empty", "torch.empty_like", "torch.Tensor.new_empty"}
 _VIEWS = {f"torch.Tensor.{name}" for name in ("__getitem__", "contiguous", "reshape", "unflatten", "view")}
 _FACTS = {
     f"torch.Tensor.{name}"
-    for name in ("__len__", "data_ptr", "dim", "is_contiguous", "numel", "size", "shape.__get__", "dtype.__get__")
+    for name in (
+        "__len__",
+        "data_ptr",
+        "dim",
+        "is_contiguous",
+        "numel",
+        "size",
+        "stride",
+        "shape.__get__",
+        "dtype.__get__",
+    )
 } | {"torch.Tensor.device.__get__", "torch.Tensor.is_meta.__get__"}
 """Functions that compute no values, so that a recording needs only the kernel calls between them."""
 

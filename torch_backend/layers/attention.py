@@ -27,15 +27,15 @@ class Attention(Loadable):
         head_dim = config.head_dim
         heads, kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
         self._queries, self._keys = heads * head_dim, kv_heads * head_dim
-        fused = self._queries + 2 * self._keys
+        sizes = (self._queries, self._keys, self._keys)
         parts = (Part.QUERY, Part.KEY, Part.VALUE)
-        self.qkv = Linear(hidden_size, fused, parts, options, bias=config.bias)
+        self.qkv = Linear(hidden_size, sizes, parts, options, bias=config.bias)
         self.gate = None
         if config.output_gate:
-            self.gate = Linear(hidden_size, self._queries, (Part.OUTPUT_GATE,), options, bias=config.bias)
+            self.gate = Linear(hidden_size, (self._queries,), (Part.OUTPUT_GATE,), options, bias=config.bias)
         # One rank has the bias: the sum over ranks adds it once.
         bias = config.out_bias and shard.first
-        self.output = Linear(self._queries, hidden_size, (Part.OUTPUT,), options, bias=bias)
+        self.output = Linear(self._queries, (hidden_size,), (Part.OUTPUT,), options, bias=bias)
         self.query_norm = self.key_norm = None
         if config.qk_norm is not None:
             whole = config.qk_norm.whole

@@ -13,13 +13,17 @@ from sglang_jax.checkpoint.encoding import Encoding, Stored
 class BlockedMatrix(Protocol):
     """A matrix of quantised values in blocks, as a checkpoint stores it."""
 
-    @property
-    def bits(self) -> int:
-        """Bits of a value."""
-        ...
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Columns that `multiply_into` writes: as many as outputs, or some more."""
+        ...
+
+    def multiply_into(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Like `multiply`, into the first columns of `output`, which may be a part of a larger matrix."""
         ...
 
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -85,16 +86,19 @@ class Experts(Loadable):
         self._gated = _Gated(config.activation, config.clamped, options)
         self._each = options.each
         self._tile = _FIXED_TILE if options.fixed else None
-        self._route: Product = self._route_plainly
+        self._fixed_route: Product | None = None
 
-    def _route_plainly(self, x: torch.Tensor) -> torch.Tensor:
+    def _route(self, x: torch.Tensor) -> torch.Tensor:
         """Router logits `[T, experts]` of float32 x."""
+        if self._fixed_route is not None:
+            return self._fixed_route(x)
         return functional.linear(x, self.router, self.router_bias)
 
     def fix_rows(self, fixed: FixedRows) -> None:
         """See `Linear.fix_rows`."""
         inputs = self.router.shape[1]
-        self._route = fixed.in_tiles(self._route_plainly, inputs, torch.float32, (Experts, *self.router.shape))
+        route = partial(functional.linear, weight=self.router, bias=self.router_bias)
+        self._fixed_route = fixed.in_tiles(route, inputs, torch.float32, (Experts, *self.router.shape))
         gate_up = fixed.in_tiles(self._of_first, inputs, self.dtype, (Experts, *self.gate_up.shape, self.dtype))
         down = fixed.in_tiles(self._down_of_first, self.down.shape[2], self.dtype, (Experts, *self.down.shape))
         if any(isinstance(each, RowTiles) and each.sizes == (1,) for each in (gate_up, down)):
@@ -113,7 +117,7 @@ class Experts(Loadable):
         encoding = options.encoding_of(*parts)
         if encoding is None or encoding.block is not None:
             return self.declare(name, shape, options.dtype, *parts), None
-        values = self.declare(name, shape, VALUE_TYPES[encoding.values], *parts, role=Role.VALUES)
+        values = self.declare(name, shape, VALUE_TYPES[encoding.value_type], *parts, role=Role.VALUES)
         return values, self.declare(f"{name}_scales", shape[:2], torch.float32, *parts, role=Role.SCALES)
 
     def _bias(
@@ -211,13 +215,13 @@ class SharedExpert(Loadable):
         super().__init__()
         inner, hidden = len(options.shard.intermediate(config.shared_size)), options.hidden_size
         both = (Part.SHARED_GATE, Part.SHARED_UP)
-        self.gate_up = Linear(hidden, 2 * inner, both, options)
-        self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), options)
+        self.gate_up = Linear(hidden, (inner, inner), both, options)
+        self.down = Linear(inner, (hidden,), (Part.SHARED_DOWN,), options)
         self.router = None
         if config.shared_gate:
             self.router = self.declare("router", (1, hidden), torch.float32, Part.SHARED_ROUTER)
         self._gated = _Gated(config.activation, None, options)
-        self._route: Product = self._route_plainly
+        self._fixed_route: Product | None = None
         self._each = options.each
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -225,16 +229,17 @@ class SharedExpert(Loadable):
         found: torch.Tensor = self.down(self._gated(self.gate_up(x))).float()
         return found if self.router is None else found * self._each(torch.sigmoid, self._route(x.float()))
 
-    def _route_plainly(self, x: torch.Tensor) -> torch.Tensor:
+    def _route(self, x: torch.Tensor) -> torch.Tensor:
         """The logit `[T, 1]` of float32 x."""
         assert self.router is not None
-        return functional.linear(x, self.router)
+        return functional.linear(x, self.router) if self._fixed_route is None else self._fixed_route(x)
 
     def fix_rows(self, fixed: FixedRows) -> None:
         """See `Linear.fix_rows`."""
         if self.router is not None:
             inputs = self.router.shape[1]
-            self._route = fixed.in_tiles(self._route_plainly, inputs, torch.float32, (SharedExpert, inputs))
+            route = partial(functional.linear, weight=self.router)
+            self._fixed_route = fixed.in_tiles(route, inputs, torch.float32, (SharedExpert, inputs))
 
 
 class _Gated:

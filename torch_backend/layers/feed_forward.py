@@ -22,7 +22,7 @@ class FeedForward(nn.Module):
         both = (Part.GATE, Part.UP)
         self.gate_up = GatedLinear(hidden_size, inner, both, config.activation, options, bias=config.bias)
         # One rank has the bias: the sum over ranks adds it once.
-        self.down = Linear(inner, hidden_size, (Part.DOWN,), options, bias=config.bias and shard.first)
+        self.down = Linear(inner, (hidden_size,), (Part.DOWN,), options, bias=config.bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         output: torch.Tensor = self.down(self.gate_up(x))
@@ -36,8 +36,8 @@ class SquaredRelu(nn.Module):
         super().__init__()
         shard, hidden_size = options.shard, options.hidden_size
         inner = len(shard.intermediate(config.size))
-        self.up = Linear(hidden_size, inner, (Part.UP,), options, bias=config.bias)
-        self.down = Linear(inner, hidden_size, (Part.DOWN,), options, bias=config.bias and shard.first)
+        self.up = Linear(hidden_size, (inner,), (Part.UP,), options, bias=config.bias)
+        self.down = Linear(inner, (hidden_size,), (Part.DOWN,), options, bias=config.bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         output: torch.Tensor = self.down(self.up(x).relu_().square_())

@@ -36,9 +36,9 @@ class LatentAttention(Loadable):
                 inputs, config.norm, Part.QUERY_LATENT_NORM, dtype=dtype, operations=options.operations
             )
         sizes = [config.query_latent or 0, config.latent, config.rotary_dim]
-        self.down = Linear(hidden, sum(sizes), down, options, bias=config.bias)
+        self.down = Linear(hidden, sizes[-len(down) :], down, options, bias=config.bias)
         self._sizes = sizes
-        queries = self._heads * (config.key_dim + config.rotary_dim)
+        queries = (self._heads * config.key_dim, self._heads * config.rotary_dim)
         self.query = Linear(inputs, queries, (query, Part.QUERY_ROTATED), options)
         self.latent_norm = Norm(
             config.latent, config.norm, Part.LATENT_NORM, dtype=dtype, operations=options.operations
@@ -47,7 +47,7 @@ class LatentAttention(Loadable):
         self.value_up = self.declare("value_up", (self._heads * config.value_dim, config.latent), dtype, Part.VALUE_UP)
         # One rank has the bias: the sum over ranks adds it once.
         bias = config.out_bias and options.shard.first
-        self.output = Linear(self._heads * config.value_dim, hidden, (Part.OUTPUT,), options, bias=bias)
+        self.output = Linear(self._heads * config.value_dim, (hidden,), (Part.OUTPUT,), options, bias=bias)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         own, kv, config = step.attention, memory.pages, self.config

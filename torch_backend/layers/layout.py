@@ -73,7 +73,7 @@ class PackedLayout:
 
     def _by_size(self, matrix: TwoFormMatrix, small_batch: Product, large_batch: Product, *, gated: bool) -> Product:
         outputs, inputs = matrix.weight.shape
-        form = MatrixShape(outputs, inputs, matrix.encoding.bits, gated)
+        form = MatrixShape(outputs, inputs, matrix.encoding, gated)
         product = MatrixBySize(form, small_batch, large_batch, matrix.weight.dtype)
         self.products.append(product)
         return product.multiply

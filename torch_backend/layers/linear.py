@@ -10,19 +10,20 @@ from torch import nn
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Part
+from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.layout import Layout
-from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, TwoFormMatrix, matrix_for
+from torch_backend.layers.matrix import JoinedMatrix, PlainMatrix, QuantisedMatrix, TwoFormMatrix, matrix_for
 from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.part import PartOptions
 
 
 class Linear(nn.Module):
     """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias. `parts`: matrices that multiply the same input,
-    concatenated along the outputs."""
+    concatenated along the outputs; `outputs`: of each of them."""
 
     def __init__(
-        self, inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool = False
+        self, inputs: int, outputs: Sequence[int], parts: Sequence[Part], options: PartOptions, *, bias: bool = False
     ) -> None:
         super().__init__()
         self.matrix = matrix_for(inputs, outputs, parts, options, bias=bias)
@@ -44,8 +45,8 @@ class Linear(nn.Module):
     def fix_rows(self, fixed: FixedRows) -> None:
         """Makes the results of a loaded matrix independent of the number of rows."""
         matrix = self.matrix
-        if isinstance(matrix, TwoFormMatrix | QuantisedMatrix):
-            # Kernels of blocks have one order of sums, and serve every step (`PackedLayout.use_blocks`).
+        if isinstance(matrix, TwoFormMatrix | QuantisedMatrix | JoinedMatrix | Bfloat16Matrix):
+            # Such kernels have one order of sums, and serve every step (`PackedLayout.use_blocks`).
             return
         fixed.use(matrix)
         kind = type(self), type(matrix), matrix.shape, matrix.bias is None
@@ -65,16 +66,19 @@ class GatedLinear(Linear):
         *,
         bias: bool = False,
     ) -> None:
-        super().__init__(inputs, 2 * outputs, parts, options, bias=bias)
+        super().__init__(inputs, (outputs, outputs), parts, options, bias=bias)
         operations = options.operations
         self._activation = activation
-        self._activate = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
-        self._product = self._in_two_steps
-        if isinstance(self.matrix, QuantisedMatrix):
+        if isinstance(self.matrix, QuantisedMatrix | Bfloat16Matrix):
             self._product = partial(self.matrix.multiply_gated, activation=activation)
-
-    def _in_two_steps(self, x: torch.Tensor) -> torch.Tensor:
-        return self._activate(self.matrix.multiply(x))
+        else:
+            gated = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
+            # Not a method: a module that refers to itself can only be freed by the garbage collector.
+            self._product = partial(_in_two_steps, self.matrix.multiply, gated)
 
     def _repack(self, layout: Layout, matrix: PlainMatrix) -> Product:
         return layout.gated(matrix, self._activation)
+
+
+def _in_two_steps(multiply: Product, activate: Product, x: torch.Tensor) -> torch.Tensor:
+    return activate(multiply(x))

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
-from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
+from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.reader import Role
+from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES, PlainProduct, ScaledProduct, multiply_widened, product_for
-
-_BLOCK_VALUES = {ValueType.INT4: torch.uint8, ValueType.INT8: torch.int8}
-"""Dtypes of matrices in blocks; a byte holds two values of four bits."""
 
 
 class PlainMatrix(Loadable):
@@ -58,7 +58,7 @@ class ScaledMatrix(Loadable):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        values = VALUE_TYPES[encoding.values]
+        values = VALUE_TYPES[encoding.value_type]
         self.encoding = encoding
         self.shape, self.dtype = (outputs, inputs), dtype
         self.values = self.declare("values", (outputs, inputs), values, *parts, role=Role.VALUES)
@@ -76,30 +76,23 @@ class ScaledMatrix(Loadable):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A checkpoint's quantised blocks of a matrix `[outputs, inputs]`, as parameters of a module: loaded as stored,
-    values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`. It does not refer to the module, which
-    could then only be freed by the garbage collector, from which a running engine keeps its model."""
+    """A checkpoint's quantised blocks of a matrix `[outputs, inputs]`, as a parameter of a module: loaded as stored,
+    `[outputs, blocks, bytes]`. It does not refer to the module, which could then only be freed by the garbage
+    collector, from which a running engine keeps its model."""
 
     encoding: Encoding
     matrices: BlockMatrices
 
     def declare(self, module: Loadable, inputs: int, outputs: int, parts: Sequence[Part]) -> None:
-        encoding = self.encoding
-        assert encoding.block is not None
-        blocks = (outputs, inputs // encoding.block)
-        values = (*blocks, encoding.block * encoding.bits // 8)
-        for role in encoding.roles:
-            shape = values if role is Role.VALUES else blocks
-            dtype = _BLOCK_VALUES[encoding.values] if role is Role.VALUES else torch.float16
-            module.register_parameter(role.value, module.declare(role.value, shape, dtype, *parts, role=role))
+        kind, role = self.encoding.block_type, Role.VALUES
+        shape = (outputs, inputs // kind.weights, kind.nbytes)
+        module.register_parameter(role.value, module.declare(role.value, shape, torch.uint8, *parts, role=role))
 
     def take(self, module: Loadable, bias: torch.Tensor | None) -> BlockedMatrix:
         """Converts the loaded blocks to the form of the kernels, and releases the loaded arrays."""
-        arrays = {role: module.get_parameter(role.value) for role in self.encoding.roles}
-        blocks = Stored(self.encoding, {role: array.numpy() for role, array in arrays.items()})
-        matrix = self.matrices.matrix(blocks, bias)
-        for role, array in arrays.items():
-            module.register_parameter(role.value, drop_value(array))
+        array = module.get_parameter(Role.VALUES.value)
+        matrix = self.matrices.matrix(Stored(self.encoding, {Role.VALUES: array.numpy()}), bias)
+        module.register_parameter(Role.VALUES.value, drop_value(array))
         return matrix
 
 
@@ -132,6 +125,17 @@ class QuantisedMatrix(Loadable):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         assert self._packed is not None
         return self._packed.multiply(x)
+
+    @property
+    def columns(self) -> int:
+        """See `BlockedMatrix`."""
+        assert self._packed is not None
+        return self._packed.columns
+
+    def multiply_into(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """See `BlockedMatrix`."""
+        assert self._packed is not None
+        self._packed.multiply_into(x, output)
 
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See `BlockedMatrix`."""
@@ -168,34 +172,96 @@ class TwoFormMatrix(PlainMatrix):
         return self._stored.take(self, self.bias)
 
 
-AnyMatrix = PlainMatrix | ScaledMatrix | QuantisedMatrix
+OneMatrix = PlainMatrix | Bfloat16Matrix | ScaledMatrix | QuantisedMatrix
+TableMatrix = PlainMatrix | Bfloat16Matrix | QuantisedMatrix
 
 
-def matrix_for(inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool) -> AnyMatrix:
-    """Creates a matrix without values, of the class for the encoding of its `parts`. A matrix in blocks stays in blocks
-    if kernels serve all steps; it is also widened to the dtype of products if they only serve few rows, or only widened
-    if no kernel reads its blocks."""
-    encoding, dtype = options.encoding_of(*parts), options.dtype
+class JoinedMatrix(nn.Module):
+    """Matrices that multiply the same rows and are stored in different ways. Their outputs are concatenated."""
+
+    def __init__(self, matrices: Sequence[OneMatrix]) -> None:
+        super().__init__()
+        self.matrices = tuple(matrices)
+        self.modules_of_matrices = nn.ModuleList(self.matrices)
+        self.outputs = sum(each.shape[0] for each in self.matrices)
+        self.in_blocks = [each for each in self.matrices if isinstance(each, QuantisedMatrix)]
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PlainMatrix.multiply`."""
+        if len(self.in_blocks) < len(self.matrices):
+            return torch.cat([each.multiply(x) for each in self.matrices], dim=-1)
+        firsts = [0, *accumulate(each.shape[0] for each in self.in_blocks)]
+        columns = max(first + each.columns for first, each in zip(firsts, self.in_blocks, strict=False))
+        output = x.new_empty((len(x), columns))
+        for first, each in zip(firsts, self.in_blocks, strict=False):
+            # What it writes past its own columns, the next one overwrites.
+            each.multiply_into(x, output[:, first:])
+        return output[:, : self.outputs] if columns > self.outputs else output
+
+
+AnyMatrix = OneMatrix | JoinedMatrix
+
+
+def matrix_for(
+    inputs: int, outputs: Sequence[int], parts: Sequence[Part], options: PartOptions, *, bias: bool
+) -> AnyMatrix:
+    """Creates a matrix without values, of the class for the encoding of its `parts`; `outputs`: of each of them. A
+    matrix in blocks stays in blocks if kernels serve all steps; it is also widened to the dtype of products if they
+    only serve few rows, or only widened if no kernel reads its blocks. Parts of different encodings are widened too,
+    unless kernels serve all steps of those in blocks. A plain one stays in bfloat16 if kernels widen it in each
+    product."""
+    matrices = options.block_matrices
+    if len(parts) > 1 and matrices is not None and matrices.serves_all_rows and not _serves(parts, outputs, options):
+        found = [
+            _matrix(inputs, (size,), (part,), options, bias=bias) for size, part in zip(outputs, parts, strict=True)
+        ]
+        in_blocks = [isinstance(each, QuantisedMatrix) for each in found]
+        if all(in_blocks) or (any(in_blocks) and not options.fixed):
+            return JoinedMatrix(found)
+    return _matrix(inputs, outputs, parts, options, bias=bias)
+
+
+def _serves(parts: Sequence[Part], outputs: Sequence[int], options: PartOptions) -> bool:
+    """Whether one product of a kernel can serve all parts of a matrix."""
+    encoding, matrices = options.encoding_of(*parts), options.block_matrices
+    if encoding is None or matrices is None:
+        return False
+    return parts[0] is not Part.GATE or not outputs[0] % matrices.outputs_together
+
+
+def _matrix(
+    inputs: int, outputs: Sequence[int], parts: Sequence[Part], options: PartOptions, *, bias: bool
+) -> OneMatrix:
+    encoding, dtype, matrices, rows = options.encoding_of(*parts), options.dtype, options.block_matrices, sum(outputs)
     if encoding is None:
-        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
+        return _plain(inputs, rows, parts, options, bias=bias)
     if encoding.block is None:
-        return ScaledMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype)
-    matrices, gated = options.block_matrices, parts[0] is Part.GATE
+        return ScaledMatrix(encoding, inputs, rows, parts, bias=bias, dtype=dtype)
     if matrices is None:
-        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
+        return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
+    gated = parts[0] is Part.GATE and len(parts) > 1
     together = matrices.outputs_together * (2 if gated else 1)
-    fits = not inputs % encoding.block and (not outputs % together or (matrices.serves_all_rows and not gated))
+    fits = not inputs % encoding.block and (not rows % together or (matrices.serves_all_rows and not gated))
     if not fits or not matrices.work(encoding, gated=gated):
-        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
+        return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
     form = QuantisedMatrix if matrices.serves_all_rows else TwoFormMatrix
-    return form(encoding, inputs, outputs, parts, bias=bias, dtype=dtype, matrices=matrices)
+    return form(encoding, inputs, rows, parts, bias=bias, dtype=dtype, matrices=matrices)
 
 
-def table_for(rows: int, width: int, part: Part, options: PartOptions) -> PlainMatrix | QuantisedMatrix:
-    """Creates a matrix `[rows, width]` without values whose rows are looked up: in blocks if kernels serve it too, else
-    plain."""
+def table_for(rows: int, width: int, part: Part, options: PartOptions) -> TableMatrix:
+    """Creates a matrix `[rows, width]` without values whose rows are looked up: in blocks if kernels serve it too, in
+    bfloat16 if such matrices stay in it, else plain."""
     if options.block_matrices is not None and options.block_matrices.serves_all_rows:
-        found = matrix_for(width, rows, (part,), options, bias=False)
+        found = matrix_for(width, (rows,), (part,), options, bias=False)
         if isinstance(found, QuantisedMatrix):
             return found
-    return PlainMatrix(width, rows, (part,), bias=False, dtype=options.dtype)
+    return _plain(width, rows, (part,), options, bias=False)
+
+
+def _plain(
+    inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool
+) -> PlainMatrix | Bfloat16Matrix:
+    products = options.bfloat16_products(*parts)
+    if products is None or outputs < products.least_outputs * (2 if parts[0] is Part.GATE else 1):
+        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=options.dtype)
+    return Bfloat16Matrix(inputs, outputs, parts, bias=bias, products=products)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_jax.checkpoint.encoding import Encoding
+
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 ROWS_TRIED = (1, 8, 16, 32, 64)
@@ -26,7 +28,7 @@ class MatrixShape:
 
     outputs: int
     inputs: int
-    bits: int
+    encoding: Encoding
     gated: bool
 
 

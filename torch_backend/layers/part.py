@@ -15,6 +15,7 @@ from torch_backend.attention.interface import StepAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.elementwise import Apply, directly
 from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.bfloat16 import Bfloat16Products, Bfloat16Weights
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations, Rotation
@@ -25,9 +26,10 @@ from torch_backend.recurrent.interface import StepStates
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOptions:
     """Options of all parts of a model, of which a rank has its `shard`. `dtype`: of weights; `encodings`: how matrices
-    are stored; `block_matrices`: kernels for matrices in GGUF blocks; `layer`: the part's, None for parts of the whole
-    model; `each`: how functions of elements are applied; `fixed`: a token's result must not depend on the other tokens
-    of the step. `shards`: those that the process computes one by one, if it has several."""
+    are stored; `block_matrices`: kernels for matrices in GGUF blocks; `bfloat16`: matrices that stay in bfloat16;
+    `layer`: the part's, None for parts of the whole model; `each`: how functions of elements are applied; `fixed`: a
+    token's result must not depend on the other tokens of the step. `shards`: those that the process computes one by
+    one, if it has several."""
 
     hidden_size: int
     shard: ModelShard
@@ -36,6 +38,7 @@ class PartOptions:
     parallel: TensorParallel
     encodings: Encodings = all_plain
     block_matrices: BlockMatrices | None = None
+    bfloat16: Bfloat16Weights | None = None
     layer: int | None = None
     each: Apply = directly
     fixed: bool = False
@@ -45,6 +48,13 @@ class PartOptions:
         """How the matrices of some parts are stored: None for plain values, and if they differ."""
         found = {self.encodings(ParameterName(part, layer=self.layer)) for part in parts}
         return found.pop() if len(found) == 1 else None
+
+    def bfloat16_products(self, *parts: Part) -> Bfloat16Products | None:
+        """The products of a matrix of some parts, if it stays in bfloat16."""
+        stay = self.bfloat16
+        if stay is None or not all(ParameterName(part, layer=self.layer) in stay.names for part in parts):
+            return None
+        return stay.products
 
 
 @dataclass(frozen=True, slots=True)

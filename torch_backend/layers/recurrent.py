@@ -45,10 +45,10 @@ class ShortConv(Loadable):
         shard, dtype, hidden_size = options.shard, options.dtype, options.hidden_size
         config = config.sharded(shard.size).of_one_device()
         inner, bias = config.channels, config.bias
-        self.input = Linear(hidden_size, 3 * inner, (Part.STATE_INPUT,), options, bias=bias)
+        self.input = Linear(hidden_size, (3 * inner,), (Part.STATE_INPUT,), options, bias=bias)
         self.convolution = Convolution(inner, config.width, bias=bias, dtype=dtype)
         # One rank has the bias: the sum over ranks adds it once.
-        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), options, bias=bias and shard.first)
+        self.output = Linear(inner, (hidden_size,), (Part.STATE_OUTPUT,), options, bias=bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         before, after, inner = self.input(x).chunk(3, dim=-1)
@@ -67,12 +67,12 @@ class GatedDeltaNet(Loadable):
         heads, inner = config.num_value_heads, config.num_value_heads * config.value_dim
         self._sizes = [config.channels, inner, heads, heads]
         parts = (Part.STATE_INPUT, Part.STATE_GATE, Part.UPDATE_RATE, Part.DECAY_INPUT)
-        self.input = Linear(hidden_size, sum(self._sizes), parts, options)
+        self.input = Linear(hidden_size, self._sizes, parts, options)
         self.decay_bias = self.declare("decay_bias", (heads,), torch.float32, Part.DECAY_BIAS)
         self.decay_log = self.declare("decay_log", (heads,), torch.float32, Part.DECAY_LOG)
         self.convolution = Convolution(config.channels, config.width, bias=False, dtype=dtype)
         self.norm = self.declare("norm", (config.value_dim,), dtype, Part.STATE_NORM)
-        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), options)
+        self.output = Linear(inner, (hidden_size,), (Part.STATE_OUTPUT,), options)
         self.config = config
         self._each = options.each
 
@@ -105,7 +105,7 @@ class Mamba2(Loadable):
         config = config.sharded(shard.size).of_one_device()
         heads = (config.num_heads,)
         self._sizes = [config.inner, config.channels, config.num_heads]
-        self.input = Linear(hidden_size, sum(self._sizes), (Part.STATE_INPUT,), options, bias=config.bias)
+        self.input = Linear(hidden_size, (sum(self._sizes),), (Part.STATE_INPUT,), options, bias=config.bias)
         self.decay_bias = self.declare("decay_bias", heads, torch.float32, Part.DECAY_BIAS)
         self.decay_log = self.declare("decay_log", heads, torch.float32, Part.DECAY_LOG)
         self.skip = self.declare("skip", heads, torch.float32, Part.SKIP)
@@ -114,7 +114,7 @@ class Mamba2(Loadable):
         if config.norm is not None:
             self.norm = self.declare("norm", (config.inner,), torch.float32, Part.STATE_NORM)
         bias = config.out_bias and shard.first
-        self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), options, bias=bias)
+        self.output = Linear(config.inner, (hidden_size,), (Part.STATE_OUTPUT,), options, bias=bias)
         self.config = config
         self._parallel = options.parallel
         self._each = options.each

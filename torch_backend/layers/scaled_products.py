@@ -89,7 +89,7 @@ def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device
         elif rounds and all(side % _MULTIPLE_OF_INTEGERS == 0 for side in shape) and integers_work(device, dtype):
             _log_product(encoding.values, "as int8, by a kernel or torch's _int_mm; inputs are rounded to int8")
             return integer_product_on(device)
-        if kernel_works(device, VALUE_TYPES[encoding.values], dtype):
+        if kernel_works(device, VALUE_TYPES[encoding.value_type], dtype):
             _log_product(encoding.values, "by a kernel that widens them in registers")
             return kernel_product_on(device)
     _log_product(encoding.values, f"after they are widened to {str(dtype).removeprefix('torch.')}, in each product")

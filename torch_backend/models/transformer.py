@@ -20,6 +20,7 @@ from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
 from torch_backend.elementwise import directly, evenly
 from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.bfloat16 import Bfloat16Matrix, Bfloat16Weights
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.experts import Experts, SharedExpert
 from torch_backend.layers.fixed_rows import FixedRows
@@ -80,7 +81,7 @@ class Head(nn.Module):
     def __init__(self, vocab_size: int, options: PartOptions, shards: Sequence[ModelShard]) -> None:
         super().__init__()
         hidden, parts = options.hidden_size, (Part.HEAD,)
-        self.linears = tuple(Linear(hidden, shard.vocabulary_rows, parts, options) for shard in shards)
+        self.linears = tuple(Linear(hidden, (shard.vocabulary_rows,), parts, options) for shard in shards)
         self.modules_of_shards = nn.ModuleList(map(of_shard, self.linears, shards))
         self._vocab_size = vocab_size
         self._parallel = options.parallel
@@ -106,6 +107,7 @@ class Transformer(nn.Module):
         parallel: TensorParallel,
         encodings: Encodings = all_plain,
         block_matrices: BlockMatrices | None = None,
+        bfloat16: Bfloat16Weights | None = None,
         fixed: bool = False,
         num_shards: int | None = None,
         recordings: Recordings | None = None,
@@ -127,6 +129,7 @@ class Transformer(nn.Module):
             parallel=parallel,
             encodings=encodings,
             block_matrices=block_matrices,
+            bfloat16=bfloat16,
             each=evenly if fixed else directly,
             fixed=fixed,
         )
@@ -165,8 +168,9 @@ class Transformer(nn.Module):
             if isinstance(linear.matrix, QuantisedMatrix):
                 embedding.matrix = linear.matrix
                 continue
-            assert isinstance(linear.matrix, PlainMatrix), "embeddings have no scale per row"
-            assert isinstance(embedding.matrix, PlainMatrix), "a table in blocks is a head in blocks"
+            assert isinstance(linear.matrix, PlainMatrix | Bfloat16Matrix), "embeddings have no scale per row"
+            assert isinstance(embedding.matrix, PlainMatrix | Bfloat16Matrix), "a table in blocks is a head in blocks"
+            assert linear.matrix.weight.dtype == embedding.matrix.weight.dtype, "a table has the dtype of its head"
             linear.matrix.weight = embedding.matrix.weight
 
     @property
@@ -292,16 +296,17 @@ def build_model(
     parallel: TensorParallel = SINGLE,
     encodings: Encodings = all_plain,
     block_matrices: BlockMatrices | None = None,
+    bfloat16: Bfloat16Weights | None = None,
     fixed: bool = False,
     num_shards: int | None = None,
     recordings: Recordings | None = None,
 ) -> Transformer:
     """A model without values, until `weights.load_weights` fills it; each rank of `parallel` holds its shard. `states`:
     the kernels of recurrent layers, torch operations by default; `encodings`: how each matrix is stored, by default as
-    plain numbers; `block_matrices`: makes the matrices that stay in blocks; `fixed`: a token's results must not depend
-    on the other tokens of a step (see `Transformer.fix_rows`, to be called once loaded); `num_shards`: of all ranks,
-    whose sums do not depend on the number of ranks (see `TreeSums`), None for one shard on each rank; `recordings`: of
-    decode steps, if they are recorded. Raises
+    plain numbers; `block_matrices`: makes the matrices that stay in blocks; `bfloat16`: the matrices that stay in
+    bfloat16; `fixed`: a token's results must not depend on the other tokens of a step (see `Transformer.fix_rows`, to
+    be called once loaded); `num_shards`: of all ranks, whose sums do not depend on the number of ranks (see
+    `TreeSums`), None for one shard on each rank; `recordings`: of decode steps, if they are recorded. Raises
     `ConfigError` if the model cannot be divided into this number of shards."""
     return Transformer(
         config,
@@ -313,6 +318,7 @@ def build_model(
         parallel=parallel,
         encodings=encodings,
         block_matrices=block_matrices,
+        bfloat16=bfloat16,
         fixed=fixed,
         num_shards=num_shards,
         recordings=recordings,
