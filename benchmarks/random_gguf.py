@@ -1,8 +1,10 @@
 """Writes a GGUF file with random weights in the shape of Llama 3.2 1B: a model to time, for engines that read GGUF.
 
-    python benchmarks/random_gguf.py FILE [--type BF16|Q8_0|Q4_0] [--layers 16]
+    python benchmarks/random_gguf.py FILE [--type BF16|Q8_0|Q4_0|Q4_K] [--layers 16]
 
-Matrices are of the type, norms in float32, embeddings tied. The tokenizer is the embedded model's, filled up to the
+Matrices are of the type, norms in float32, embeddings tied. With Q4_K, embeddings, values and half of the down
+matrices are Q6_K, as in files named Q4_K_M; nothing here quantises to these types, so their bits are random. The
+tokenizer is the embedded model's, filled up to the
 vocabulary. Layers share their random numbers, but not their bytes in the file.
 """
 
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from sglang_jax.checkpoint import resolve_model
 
@@ -54,6 +56,29 @@ def add_tokenizer(writer: GGUFWriter) -> None:
     writer.add_eos_token_id(2)
 
 
+def type_of(name: str, kind: GGMLQuantizationType) -> GGMLQuantizationType:
+    """The type of a matrix in a file of a type."""
+    six_bits = "token_embd" in name or "attn_v" in name or ("ffn_down" in name and int(name.split(".")[1]) % 2 == 0)
+    return GGMLQuantizationType.Q6_K if kind is GGMLQuantizationType.Q4_K and six_bits else kind
+
+
+def random_weights(
+    shape: tuple[int, ...], kind: GGMLQuantizationType, size: float, random: np.random.Generator
+) -> np.ndarray:
+    """Normal weights, quantised; or, in Q4_K and Q6_K, random bits with factors for weights of about this size around
+    zero."""
+    if kind not in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K):
+        weights: np.ndarray = gguf.quantize(np.float32(size) * random.standard_normal(shape, dtype=np.float32), kind)
+        return weights
+    weights_of_block, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (shape[0], shape[1] // weights_of_block, block_bytes), dtype=np.uint8)
+    # Scales are up to 63 or 127, levels up to 15 or 31 from the middle; minimums are half of the largest levels.
+    factors = {0: size / 400, 2: 7.5 * size / 400} if kind is GGMLQuantizationType.Q4_K else {208: size / 1500}
+    for at, factor in factors.items():
+        blocks[..., at : at + 2] = np.array([factor], np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
 def write(file: Path, kind: GGMLQuantizationType, layers: int) -> None:
     writer = GGUFWriter(file, "llama")
     writer.add_block_count(layers)
@@ -67,13 +92,13 @@ def write(file: Path, kind: GGMLQuantizationType, layers: int) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCABULARY)
     add_tokenizer(writer)
-    random, kept = np.random.default_rng(0), dict[tuple[int, ...], np.ndarray]()
+    random, kept = np.random.default_rng(0), dict[tuple[tuple[int, ...], GGMLQuantizationType], np.ndarray]()
     for name, size in tensors(layers):
         plain = len(size) == 1
-        if size not in kept:  # quantising takes long
-            numbers = np.float32(0.02) * random.standard_normal(size, dtype=np.float32)
-            kept[size] = numbers + 1 if plain else gguf.quantize(numbers, kind)
-        writer.add_tensor(f"{name}.weight", kept[size], raw_dtype=GGMLQuantizationType.F32 if plain else kind)
+        own = GGMLQuantizationType.F32 if plain else type_of(name, kind)
+        if (size, own) not in kept:  # quantising takes long
+            kept[size, own] = np.ones(size, np.float32) if plain else random_weights(size, own, 0.02, random)
+        writer.add_tensor(f"{name}.weight", kept[size, own], raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -83,7 +108,7 @@ def write(file: Path, kind: GGMLQuantizationType, layers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--type", choices=["BF16", "Q8_0", "Q4_0"], default="Q8_0")
+    parser.add_argument("--type", choices=["BF16", "Q8_0", "Q4_0", "Q4_K"], default="Q8_0")
     parser.add_argument("--layers", type=int, default=16)
     arguments = parser.parse_args()
     write(arguments.file, GGMLQuantizationType[arguments.type], arguments.layers)

@@ -6,6 +6,7 @@ levels, with four inputs of each output in a word, and scales in another array.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType, Unpacked
 from sglang_jax.checkpoint.reader import Array
 from sglang_jax.cpu_kernels.block_layout import LARGEST, BlockForm, PackedBlocks, PackedShapes, blocks_of
+from sglang_jax.runner.this_machine import cpu_cores
 
 OF_BLOCK = 4
 """Words of a row of activations for each block: see `integer_tiles.round_row`."""
@@ -24,6 +26,9 @@ OUTPUTS_OF_ITEM = 32
 
 SUPER_BLOCK = 8
 """Blocks of 32 that share factors."""
+
+_WEIGHTS_AT_A_TIME = 2**18
+"""Weights that are packed together: few enough for a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +96,49 @@ def pack_for_integers(stored: Stored, *, outputs: int, zero: int) -> PackedBlock
     Scales: float16 `[tiles, blocks of 32, 1 or 2, outputs]`, offsets behind scales. If there are factors, uint8
     `[tiles, blocks of 256, bytes]`: factors, float16 `[1 or 2, outputs]`, then int8 `[8 or 16, 1 or 2, outputs]`.
     """
-    blocks, kind = blocks_of(stored), kind_of(stored.encoding)
-    count = blocks.levels.shape[1]
-    levels = blocks.levels.view(np.uint8) + np.uint8(zero) if kind.bits == 8 else blocks.levels
-    tiles = levels.reshape(-1, outputs, count, BLOCK // 4, 4).transpose(0, 2, 3, 1, 4)
-    return PackedBlocks(np.ascontiguousarray(_planes(tiles, kind.bits)), _packed_scales(blocks, outputs))
+    kind, (rows, inputs) = kind_of(stored.encoding), stored.shape
+    shapes = _shapes(stored.encoding, rows // outputs, inputs // BLOCK, outputs=outputs)
+    levels, scales = (np.empty(*each) for each in shapes)
+    words = levels.view(np.uint32)[..., 0]
+    together = max(_WEIGHTS_AT_A_TIME // (outputs * inputs), 1)
+
+    def write(first: int) -> None:
+        some = slice(first, first + together)
+        blocks = blocks_of(stored.of_rows(partial(_rows, some.start * outputs, some.stop * outputs)))
+        own = blocks.levels.view(np.uint8) + np.uint8(zero) if kind.bits == 8 else blocks.levels
+        groups = own.view(np.uint32).reshape(-1, outputs, own.shape[1], BLOCK // 4).transpose(0, 2, 3, 1)
+        _write_planes(groups, kind.bits, words[some])
+        scales[some] = _packed_scales(blocks, outputs)
+
+    # numpy computes without the interpreter's lock.
+    with ThreadPoolExecutor(len(cpu_cores())) as pool:
+        for _ in pool.map(write, range(0, rows // outputs, together)):
+            pass
+    return PackedBlocks(levels, scales)
 
 
-def _planes(tiles: Array, bits: int) -> Array:
-    """Splits levels `[tiles, blocks, 8, outputs, 4]` into their low bits and their upper ones."""
+def _rows(first: int, last: int, array: Array) -> Array:
+    return array[first:last]
+
+
+def _write_planes(groups: Array, bits: int, planes: Array) -> None:
+    """Splits levels `[tiles, blocks, 8, outputs]`, four bytes of a group of inputs in each word, into `planes` of their
+    low bits and of their upper ones."""
     if bits == 8:
-        return tiles
-    low, upper = tiles & 15, tiles >> 4
-    planes = [low[:, :, ::2] | low[:, :, 1::2] << 4]
-    in_byte = {4: 0, 5: 8, 6: 4}[bits]
-    for first in range(0, 8 if in_byte else 0, in_byte or 1):
-        groups = upper[:, :, first : first + in_byte]
-        shifts = np.arange(0, 8, 8 // in_byte, dtype=np.uint8)[:, None, None]
-        planes.append(np.bitwise_or.reduce(groups << shifts, axis=2, keepdims=True))
-    return np.concatenate(planes, axis=2)
+        planes[...] = groups
+        return
+    groups = np.ascontiguousarray(groups)
+    low = groups & np.uint32(0x0F0F0F0F)
+    np.bitwise_or(low[:, :, ::2], low[:, :, 1::2] << 4, out=planes[:, :, :4])
+    if bits == 4:
+        return
+    upper = groups >> 4 & np.uint32(((1 << (bits - 4)) - 1) * 0x01010101)
+    in_byte = 8 // (bits - 4)
+    for number in range(bits - 4):
+        plane = planes[:, :, 4 + number]
+        plane[...] = upper[:, :, number * in_byte]
+        for place in range(1, in_byte):
+            plane |= upper[:, :, number * in_byte + place] << place * (bits - 4)
 
 
 def _packed_scales(blocks: Unpacked, outputs: int) -> Array:
