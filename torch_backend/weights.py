@@ -118,13 +118,17 @@ def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[Paramete
         part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
         for module, name, parts in sources(model, config)
         for part in parts
-        if (part.role is Role.VALUES and not isinstance(module, TwoFormMatrix | QuantisedMatrix))
+        if (part.role is Role.VALUES and not isinstance(module, TwoFormMatrix) and not _in_blocks(module))
         or (name == "weight" and isinstance(module, Bfloat16Matrix))
     }
     table, head = ParameterName(Part.EMBEDDING), ParameterName(Part.HEAD)
     if model.tied and table in found:
         found[head] = found[table]
     return found
+
+
+def _in_blocks(module: nn.Module) -> bool:
+    return isinstance(module, QuantisedMatrix) and module.encoding.block is not None
 
 
 def packs(model: Transformer) -> bool:

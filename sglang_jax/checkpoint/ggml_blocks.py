@@ -62,7 +62,7 @@ class Unpacked:
 
     - `levels`: `[rows, columns / 32, 32]`, uint8, or int8 in Q8_0.
     - `scales`: `[rows, columns / 32]`, or `/ 16` in Q6_K; `offsets`: of the same shape; None for none. Both are
-      float16; or int8, and multiplied by `factors`.
+      float16; or int8, and multiplied by `factors`. Values with a scale per row have float32 `[rows, 1]`.
     - `factors`: float16 `[rows, columns / 256, 2]`, of scales and of offsets, without offsets `[..., 1]`; or None.
     """
 

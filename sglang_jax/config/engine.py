@@ -109,9 +109,9 @@ class EngineConfig(BaseModel):
     )
     cpu_activations: CpuActivations = Field(
         CpuActivations.AUTO,
-        description="activations in products with GGUF's quantised matrices on a CPU: exact: as they are; "
-        "int8: rounded to int8 with a scale for 32 of them, and the matrices stay quantised, which is faster and takes "
-        "less memory; auto: int8, but exact with dtype float32 or equal results",
+        description="activations in products with GGUF's quantised matrices, or int8 ones, on a CPU: exact: as they "
+        "are; int8: rounded to int8 with a scale for 32 of them, and the matrices stay quantised, which is faster and "
+        "takes less memory; auto: int8, but exact with dtype float32 or equal results",
     )
     backend: Backend = Field(
         Backend.AUTO,

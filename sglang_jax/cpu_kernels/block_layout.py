@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
 from sglang_jax.checkpoint.ggml_blocks import BLOCK, WITH_EXACT_ACTIVATIONS, BlockType, Unpacked, unpacked
 from sglang_jax.checkpoint.reader import Array, Role
 from sglang_jax.errors import CheckpointError
@@ -39,7 +39,10 @@ def scratch_floats(inputs: int) -> int:
 
 
 def blocks_of(stored: Stored) -> Unpacked:
-    """The blocks of a matrix, unpacked."""
+    """The blocks of a matrix, unpacked; or int8 values with a scale per row."""
+    if stored.encoding.block is None:
+        values = stored.arrays[Role.VALUES]
+        return Unpacked(values.reshape(len(values), -1, BLOCK), 0, stored.arrays[Role.SCALES][:, None])
     return unpacked(stored.encoding.block_type, stored.arrays[Role.VALUES])
 
 
@@ -56,7 +59,14 @@ def with_zeros(rows: int, array: Array) -> Array:
 
 
 def random_blocks(encoding: Encoding, outputs: int, inputs: int) -> Stored:
-    """Random values with ordinary scales, to test kernels; `inputs` are rounded up to whole blocks."""
+    """Random values with ordinary scales, to test kernels; `inputs`, a multiple of 32, are rounded up to whole
+    blocks."""
+    if encoding.block is None:
+        random = np.random.default_rng(0)
+        values = random.integers(-127, 128, (outputs, inputs)).astype(np.int8)
+        return Stored(
+            encoding, {Role.VALUES: values, Role.SCALES: random.uniform(0, 1 / 64, outputs).astype(np.float32)}
+        )
     kind = encoding.block_type
     random, shape = np.random.default_rng(0), (outputs, -(-inputs // kind.weights))
     values = random.integers(0, 256, (*shape, kind.nbytes), dtype=np.uint8)
@@ -107,7 +117,7 @@ class BlockForm:
     name: str
     outputs: int
     tiles: int
-    types: frozenset[BlockType]
+    types: frozenset[BlockType | ValueType]
     pack: Callable[[Stored], PackedBlocks]
     shapes: Callable[[Encoding, int, int], PackedShapes]
     scratch_floats: Callable[[int], int]

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
 from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType, Unpacked
 from sglang_jax.checkpoint.reader import Array
 from sglang_jax.cpu_kernels.block_layout import LARGEST, BlockForm, PackedBlocks, PackedShapes, blocks_of
@@ -37,7 +37,7 @@ class LevelKind:
 
     - `bits`: of a level: 4, 5, 6 or 8, which are signed.
     - `zero`: is subtracted from levels.
-    - `group`: inputs that share a scale, 16 or 32.
+    - `group`: inputs that share a scale, 16 or 32; None if all of a row share one, in float32.
     - `offsets`: whether blocks have offsets.
     - `factors`: whether scales and offsets are int8, multiplied by float16 factors of 256 inputs; otherwise they are
       float16.
@@ -45,7 +45,7 @@ class LevelKind:
 
     bits: int
     zero: int = 0
-    group: int = BLOCK
+    group: int | None = BLOCK
     offsets: bool = False
     factors: bool = False
 
@@ -59,18 +59,28 @@ class LevelKind:
         return outputs * BLOCK * self.bits // 8
 
     @property
+    def parts(self) -> int:
+        """Parts of 32 inputs with a scale each."""
+        return BLOCK // (self.group or BLOCK)
+
+    @property
     def blocks_with_scales(self) -> int:
-        """Blocks of 32 whose scales are together."""
+        """Blocks of 32 whose scales are together; 0 for all of a row."""
+        if self.group is None:
+            return 0
         return SUPER_BLOCK if self.factors else 1
 
     def scale_bytes(self, outputs: int) -> int:
         """Bytes of the scales of these blocks of a tile."""
+        if self.group is None:
+            return outputs * 4
         if self.factors:
-            return outputs * self.numbers * (2 + SUPER_BLOCK * BLOCK // self.group)
+            return outputs * self.numbers * (2 + SUPER_BLOCK * self.parts)
         return outputs * self.numbers * 2
 
 
-KINDS = {
+KINDS: dict[BlockType | ValueType, LevelKind] = {
+    ValueType.INT8: LevelKind(8, group=None),
     BlockType.Q4_0: LevelKind(4, zero=8),
     BlockType.Q4_1: LevelKind(4, offsets=True),
     BlockType.Q5_0: LevelKind(5, zero=16),
@@ -83,7 +93,7 @@ KINDS = {
 
 
 def kind_of(encoding: Encoding) -> LevelKind:
-    return KINDS[encoding.block_type]
+    return KINDS[encoding.values]
 
 
 def pack_for_integers(stored: Stored, *, outputs: int, zero: int) -> PackedBlocks:
@@ -93,7 +103,8 @@ def pack_for_integers(stored: Stored, *, outputs: int, zero: int) -> PackedBlock
     `zero` is added. Else its first four entries have the low four bits of two groups each, in both halves of a byte;
     the next one has the fifth bits, bit i that of group i, or the next two the upper two bits of four groups each.
 
-    Scales: float16 `[tiles, blocks of 32, 1 or 2, outputs]`, offsets behind scales. If there are factors, uint8
+    Scales: float16 `[tiles, blocks of 32, 1 or 2, outputs]`, offsets behind scales; float32 `[tiles, 1, 1, outputs]` if
+    all of a row share one. If there are factors, uint8
     `[tiles, blocks of 256, bytes]`: factors, float16 `[1 or 2, outputs]`, then int8 `[8 or 16, 1 or 2, outputs]`.
     """
     kind, (rows, inputs) = kind_of(stored.encoding), stored.shape
@@ -172,6 +183,8 @@ def scratch_floats(inputs: int, *, outputs: int) -> int:
 def _shapes(encoding: Encoding, tiles: int, blocks: int, *, outputs: int) -> PackedShapes:
     kind = kind_of(encoding)
     levels = (tiles, blocks, kind.bits, outputs, 4), np.dtype(np.uint8)
+    if kind.group is None:
+        return levels, ((tiles, 1, 1, outputs), np.dtype(np.float32))
     if kind.factors:
         return levels, ((tiles, blocks // SUPER_BLOCK, kind.scale_bytes(outputs)), np.dtype(np.uint8))
     return levels, ((tiles, blocks, kind.numbers, outputs), np.dtype(np.float16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_jax.checkpoint.encoding import ValueType
 from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType
 from sglang_jax.cpu_kernels.block_layout import LARGEST
 from sglang_jax.cpu_kernels.block_product import part, rows_of_item, write_tile
@@ -14,9 +15,10 @@ from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_C
 
 
 def build_integer_product(
-    compiler: KernelCompiler, unit: int, block_type: BlockType, gated: bool, width: int, output_width: int
+    compiler: KernelCompiler, unit: int, block_type: BlockType | ValueType, gated: bool, width: int, output_width: int
 ) -> CompiledKernel:
-    """Builds the kernel for instructions `byte_units.UNITS[unit]`, blocks of a type, activations and bias of `width`
+    """Builds the kernel for instructions `byte_units.UNITS[unit]`, blocks of a type, or
+    values with a scale per row, activations and bias of `width`
     bytes, 2 for bfloat16 and 4 for float32, and outputs of `output_width`. See
     `block_product.build_block_product`, whose fields this takes. Each thread rounds the rows of its items."""
     size, tiles_of_item = UNITS[unit].form.outputs, UNITS[unit].form.tiles
@@ -53,7 +55,8 @@ def build_integer_product(
                 for half in range(halves):
                     place = (tile + half * tiles) * blocks
                     levels = work[FIRST_FIELD + 1] + place * level_bytes
-                    scales = work[FIRST_FIELD + 2] + place // with_scales * scale_bytes
+                    scales_at = place // with_scales if with_scales else tile + half * tiles
+                    scales = work[FIRST_FIELD + 2] + scales_at * scale_bytes
                     into = sums + half * 4 * LARGEST * size
                     row = _multiply(unit, number, many, 0, rows, integers, of_rows, levels, scales, blocks, size, into)
                     row = _multiply(unit, number, few, row, rows, integers, of_rows, levels, scales, blocks, size, into)

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType
+from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.cpu_kernels.byte_units import UNITS, ByteUnit
 from sglang_jax.cpu_kernels.integer_layout import KINDS, OF_BLOCK, SUPER_BLOCK, LevelKind
 from sglang_jax.cpu_kernels.vectors import (
@@ -38,8 +38,8 @@ LARGEST = 127.0
 _AHEAD = 4096
 """Bytes of quantised values that are prefetched."""
 
-TYPES = tuple(BlockType)
-"""Types of blocks by the numbers that kernels have as constants."""
+TYPES = tuple(KINDS)
+"""Types of matrices by the numbers that kernels have as constants."""
 
 
 @intrinsic(prefer_literal=True)
@@ -77,7 +77,7 @@ def round_row(typing, unit, block_type, width, x, blocks, integers, scales):
             # NaN has no integer.
             rounded = [builder.select(builder.fcmp_ordered("ord", each, each), each, zero) for each in rounded]
             whole = [builder.fptosi(each, DOUBLE_WORDS) for each in rounded]
-            halves = whole if kind.group < BLOCK else [builder.add(*whole)]
+            halves = whole if kind.parts == 2 else [builder.add(*whole)]
             sums = [builder.call(sum_of, [each]) for each in halves]
             total = sums[0] if len(sums) == 1 else builder.add(*sums)
             into = builder.add(integers, builder.mul(loop.index, I64(BLOCK)))
@@ -119,7 +119,7 @@ def multiply_integers(typing, unit, block_type, rows, integers, scales_of_rows, 
     if not all(isinstance(each, types.IntegerLiteral) for each in (unit, block_type, rows)):
         return None
     chosen, kind, count = UNITS[unit.literal_value], KINDS[TYPES[block_type.literal_value]], rows.literal_value
-    words = kind.group // 4
+    words = BLOCK // kind.parts // 4
     outputs = chosen.form.outputs
     floats = ir.VectorType(F32, outputs)
 
@@ -161,12 +161,16 @@ def multiply_integers(typing, unit, block_type, rows, integers, scales_of_rows, 
                     )
                     products = builder.sitofp(chosen.finish(builder, found[row]), floats)
                     total = builder.load(totals[row])
-                    total = builder.call(multiply_add, [products, builder.fmul(scale, factor), total])
+                    by = factor if scale is None else builder.fmul(scale, factor)
+                    total = builder.call(multiply_add, [products, by, total])
                     if least is not None:
                         total = builder.call(multiply_add, [least, both, total])
                     builder.store(total, totals[row])
         for row in range(count):
-            store_vector(builder, builder.load(totals[row]), builder.add(sums, I64(4 * outputs * row)))
+            total = builder.load(totals[row])
+            if kind.group is None:
+                total = builder.fmul(total, load_vector(builder, floats, scales))
+            store_vector(builder, total, builder.add(sums, I64(4 * outputs * row)))
         return context.get_dummy_value()
 
     address = types.int64
@@ -218,7 +222,10 @@ def _prefetch(builder, address):
 
 
 def _scales(builder, unit, kind, scales, block):
-    """For each part of a block that shares a scale: the scales of each output, and their offsets, or None."""
+    """For each part of a block that shares a scale: the scales of each output, None if all of a row share one, and
+    their offsets, or None."""
+    if kind.group is None:
+        return [(None, None)]
     outputs, count = unit.form.outputs, kind.numbers
     halves, floats = ir.VectorType(F16, outputs), ir.VectorType(F32, outputs)
 
@@ -234,7 +241,7 @@ def _scales(builder, unit, kind, scales, block):
         super_block, own = (f(block, I64(SUPER_BLOCK)) for f in (builder.sdiv, builder.srem))
         first = builder.add(scales, builder.mul(super_block, I64(kind.scale_bytes(outputs))))
         factors = widened(first)
-        parts = BLOCK // kind.group
+        parts = kind.parts
         bytes_at = builder.add(first, I64(2 * outputs * count))
         bytes_at = builder.add(bytes_at, builder.mul(own, I64(parts * count * outputs)))
         found = []

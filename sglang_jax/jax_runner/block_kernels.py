@@ -65,7 +65,10 @@ def block_product(
     multiplied as they are. `dtype`: of rows, bfloat16 or float32."""
     from numba.core.errors import NumbaError
 
-    if unit is None and encoding.values not in EXACT.types:
+    from sglang_jax.cpu_kernels.byte_units import UNITS
+
+    form = EXACT if unit is None else UNITS[unit].form
+    if encoding.values not in form.types:
         return None
     try:
         target, form = _register(encoding, cache_folder, unit, jnp.dtype(dtype).itemsize)
@@ -103,7 +106,7 @@ def _register(encoding: Encoding, cache_folder: Path | None, unit: int | None, w
     from sglang_jax.cpu_kernels.xla_product import build_product_call
 
     form = EXACT if unit is None else UNITS[unit].form
-    kind = encoding.block_type
+    kind = encoding.values
     name = f"block_product_{unit}_{form.name}_{kind.value}_{width}_{version_of_kernels()}"
 
     def build() -> CompiledKernel:

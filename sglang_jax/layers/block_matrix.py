@@ -68,13 +68,18 @@ class BlockMatrix(nnx.Module):
     float32 sums. A row's result is the same for any number of rows."""
 
     def __init__(
-        self, product: BlockProduct, inputs: int, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype
+        self, product: BlockProduct, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype
     ) -> None:
         """`parts`: the matrices that it consists of. Outputs are filled up to a multiple of the form's with zeros."""
-        kind = product.encoding.block_type
-        blocks = [*outputs, (Axis.IN_BLOCKS, inputs // kind.weights), (Axis.IN_BLOCK, kind.nbytes)]
-        self.arrays = nnx.Dict(values=parameter(blocks, jnp.dtype(jnp.uint8), *parts, role=Role.VALUES))
-        self.inputs = inputs
+        self.inputs = math.prod(size for _, size in inputs)
+        if product.encoding.block is None:
+            values = parameter([*outputs, *inputs], jnp.dtype(jnp.int8), *parts, role=Role.VALUES)
+            scales = parameter(outputs, jnp.dtype(jnp.float32), *parts, role=Role.SCALES)
+            self.arrays = nnx.Dict(values=values, scales=scales)
+        else:
+            kind = product.encoding.block_type
+            blocks = [*outputs, (Axis.IN_BLOCKS, self.inputs // kind.weights), (Axis.IN_BLOCK, kind.nbytes)]
+            self.arrays = nnx.Dict(values=parameter(blocks, jnp.dtype(jnp.uint8), *parts, role=Role.VALUES))
         self.output_sizes = tuple(size for _, size in outputs)
         self.product = product
         self.dtype = dtype
@@ -88,7 +93,11 @@ class BlockMatrix(nnx.Module):
             packed_shapes = form.shapes(encoding, (outputs + missing) // form.outputs, self.inputs // BLOCK)
             levels, scales = (jax.ShapeDtypeStruct(*each) for each in packed_shapes)
         else:
-            stored = Stored(encoding, {Role.VALUES: np.asarray(values).reshape(outputs, *values.shape[-2:])})
+            own = (self.inputs,) if encoding.block is None else values.shape[-2:]
+            arrays = {Role.VALUES: np.asarray(values).reshape(outputs, *own)}
+            if encoding.block is None:
+                arrays[Role.SCALES] = np.asarray(self.arrays["scales"].get_value()).reshape(outputs)
+            stored = Stored(encoding, arrays)
             packed = form.pack(stored.of_rows(partial(with_zeros, missing)))
             levels, scales = (_placed(array, values.sharding) for array in (packed.levels, packed.scales))
         self.arrays = nnx.Dict(levels=_packed(levels), scales=_packed(scales))
@@ -107,7 +116,7 @@ class BlockMatrix(nnx.Module):
         form, kind = self.product.form, kind_of(self.product.encoding)
         tile, lane = numbers // form.outputs, numbers % form.outputs
         scale, *offset = self._numbers(tile, lane, kind)
-        values = self._levels(tile, lane, kind).reshape(*scale.shape, kind.group) * scale[..., None]
+        values = self._levels(tile, lane, kind).reshape(*scale.shape, -1) * scale[..., None]
         if offset:
             # Rounded before it is added, as where rows are read from the file.
             values = jax.lax.optimization_barrier(values) + offset[0][..., None]

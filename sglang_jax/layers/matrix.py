@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.layers.block_matrix import BlockMatrix
 from sglang_jax.layers.layout import InOutLayout, Layout
@@ -162,7 +163,7 @@ def _of_parts(outputs: Sizes) -> tuple[list[Sizes], list[tuple[int, ...]], int]:
 
 
 def _serves_all_rows(encoding: Encoding | None, options: PartOptions) -> bool:
-    product = None if encoding is None or encoding.block is None else options.block_products(encoding)
+    product = None if encoding is None else options.block_products(encoding)
     return product is not None and product.serves_all_rows
 
 
@@ -170,12 +171,13 @@ def _matrix(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartO
     encoding = options.encoding_of(*parts)
     if encoding is None:
         return PlainMatrix.of(inputs, outputs, parts, options.dtype)
-    if encoding.block is None:
+    fits = not math.prod(size for _, size in inputs) % (encoding.block or BLOCK)
+    product = options.block_products(encoding) if fits else None
+    if product is None and encoding.block is None:
         return ScaledMatrix(encoding, inputs, outputs, parts, options.dtype)
-    product = options.block_products(encoding)
     if product is None:
         return PlainMatrix.of(inputs, outputs, parts, options.dtype)
-    blocks = BlockMatrix(product, math.prod(size for _, size in inputs), outputs, parts, options.dtype)
+    blocks = BlockMatrix(product, inputs, outputs, parts, options.dtype)
     if product.serves_all_rows:
         return blocks
     return TwoFormMatrix(blocks, PlainMatrix.of(inputs, outputs, parts, options.dtype))

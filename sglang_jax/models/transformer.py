@@ -47,7 +47,7 @@ class Embedding(nnx.Module):
             self.blocks: BlockMatrix | None = None
         else:
             self.table = None
-            self.blocks = BlockMatrix(product, options.hidden_size, vocabulary, part, options.dtype)
+            self.blocks = BlockMatrix(product, [(Axis.HIDDEN, options.hidden_size)], vocabulary, part, options.dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `[T]`, all within the vocabulary → `[T, hidden]`."""

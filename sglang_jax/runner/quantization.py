@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
-from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.encoding import Encoding, ValueType
 from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
 from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
@@ -42,19 +42,17 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
     stored. Raises `ConfigError` for a checkpoint whose matrices cannot be quantised this way, or already are."""
     wanted = config.quantization
     if wanted is not WeightQuantization.AUTO:
-        for asked, option in (
-            (config.keep_gguf_blocks, "keep_gguf_blocks"),
-            (config.cpu_activations is CpuActivations.INT8, "cpu_activations int8"),
-        ):
+        rounds = config.cpu_activations is CpuActivations.INT8 and wanted is not WeightQuantization.INT8
+        for asked, option in ((config.keep_gguf_blocks, "keep_gguf_blocks"), (rounds, "cpu_activations int8")):
             if asked:
                 raise ConfigError(f"quantization {wanted.value} and {option} exclude each other: remove one of the two")
     return quantization_for(checkpoint, wanted)
 
 
-def has_blocks(checkpoint: Checkpoint, types: Collection[BlockType] = tuple(BlockType)) -> bool:
-    """Whether some matrices are in quantised blocks of these types."""
+def has_blocks(checkpoint: Checkpoint, types: Collection[BlockType | ValueType] = tuple(BlockType)) -> bool:
+    """Whether some matrices are quantised in blocks, or with a scale per row, of these types."""
     reader = checkpoint.reader
-    if reader is None or not checkpoint.reads_gguf:
+    if reader is None:
         return False
     encodings = (reader.encoding(name) for name in reader.names())
     return any(encoding is not None and encoding.values in types for encoding in encodings)
@@ -70,25 +68,25 @@ def only_blocks(checkpoint: Checkpoint) -> bool:
 
 
 def rounds_activations(config: EngineConfig) -> bool:
-    """Whether matrices in blocks should stay in blocks on a CPU, and multiply activations rounded to int8."""
+    """Whether matrices of integers should stay as stored on a CPU, and multiply activations rounded to int8."""
     if config.cpu_activations is not CpuActivations.AUTO:
         return config.cpu_activations is CpuActivations.INT8
-    plain = config.quantization is WeightQuantization.AUTO
-    return plain and config.dtype is not Dtype.FLOAT32 and not config.batch_invariant
+    integers = config.quantization in (WeightQuantization.AUTO, WeightQuantization.INT8)
+    return integers and config.dtype is not Dtype.FLOAT32 and not config.batch_invariant
 
 
 def wants_blocks(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     """Whether matrices of the checkpoint should be kept in blocks. Raises `ConfigError` if that was asked for and it
     has none."""
     rounds = rounds_activations(config)
-    types = tuple(BlockType) if rounds else WITH_EXACT_ACTIVATIONS
-    if has_blocks(checkpoint, types):
+    types = (*BlockType, ValueType.INT8) if rounds else WITH_EXACT_ACTIVATIONS
+    if (rounds and config.quantization is WeightQuantization.INT8) or has_blocks(checkpoint, types):
         return config.keep_gguf_blocks or rounds
     if asks_for_blocks(config):
         *others, last = (kind.value for kind in types)
         raise ConfigError(
-            f"{_option_of_blocks(config)}: {checkpoint.source.path} is not a GGUF file with {', '.join(others)} or "
-            f"{last} matrices: remove the option"
+            f"{_option_of_blocks(config)}: {checkpoint.source.path} has no {', '.join(others)} or {last} matrices: "
+            "remove the option"
         )
     return False
 

@@ -28,8 +28,10 @@ from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.encoding import BLOCKS, Stored
 from sglang_jax.checkpoint.ggml_blocks import BlockType
 from sglang_jax.checkpoint.gguf_file import open_gguf
+from sglang_jax.checkpoint.quantization import INT8_ROWS
 from sglang_jax.config import AttentionBackend, EngineConfig
 from sglang_jax.cpu_kernels import vectors
+from sglang_jax.cpu_kernels.block_layout import random_blocks
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.integer_layout import rounded_rows
 from sglang_jax.cpu_kernels.vectors import supported
@@ -137,8 +139,12 @@ def test_products_of_rows_rounded_to_int8(unit: int, dtype: torch.dtype, tmp_pat
     rounding to 255 numbers. Bit for bit the same in any batch. With each group of instructions of this processor."""
     generator = torch.Generator().manual_seed(3)
     first = UNITS_HERE[0].values == (unit, dtype)
-    for kind in KINDS if first else (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, *KINDS[-2:]):
-        blocks, _ = blocks_of(kind, 2080 if kind is GGMLQuantizationType.Q4_1 else 96, 160, tmp_path)
+    for kind in (*KINDS, None) if first else (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, *KINDS[-2:], None):
+        outputs = 2080 if kind is GGMLQuantizationType.Q4_1 else 96
+        if kind is None:  # a scale per row
+            blocks = random_blocks(INT8_ROWS, outputs, 160)
+        else:
+            blocks, _ = blocks_of(kind, outputs, 160, tmp_path)
         (outputs, inputs), bias = blocks.shape, kind is GGMLQuantizationType.Q4_1
         x = torch.randn((64, inputs), generator=generator).to(dtype)
         x[5, 32:64] = 0
@@ -364,13 +370,14 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(ConfigError, match="needs a CPU, numba, and activations in bfloat16"):
             kept(not options, file, plain, **wanted)
     assert kept(False, file, plain, cpu_activations="auto") is None
-    for other in ({"dtype": "float32"}, {"enable_deterministic_inference": True}, {"quantization": "int8"}):
-        assert kept(False, file, rounding, cpu_activations="auto", **other) is None
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
+    assert kept(False, folder, rounding, cpu_activations="auto", quantization="int8") is rounding.block_matrices
+    for other in ({"dtype": "float32"}, {"enable_deterministic_inference": True}, {"quantization": "fp8"}):
+        assert kept(False, file, rounding, cpu_activations="auto", **other) is None
     assert kept(False, folder, rounding, cpu_activations="auto") is None
     for options, types in (
-        ({"cpu_activations": "int8"}, "Q4_0, Q4_1, .*Q5_K or Q6_K"),
+        ({"cpu_activations": "int8"}, "Q4_0, Q4_1, .*Q6_K or int8"),
         ({"cpu_activations": "auto", "dtype": "float32"}, "Q4_0, Q4_1 or Q8_0"),
     ):
-        with pytest.raises(ConfigError, match=f"tensors is not a GGUF file with {types} matrices"):
+        with pytest.raises(ConfigError, match=f"tensors has no {types} matrices"):
             kept("dtype" in options, folder, able, **options)

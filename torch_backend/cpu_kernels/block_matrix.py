@@ -11,7 +11,7 @@ from numba.core.errors import NumbaError
 from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
-from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
 from sglang_jax.checkpoint.ggml_blocks import BlockType
 from sglang_jax.cpu_kernels import block_product
 from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, random_blocks, with_zeros
@@ -134,11 +134,11 @@ class BlockProducts:
     def launcher(self, encoding: Encoding, *, gated: bool) -> Launcher:
         key = encoding, gated
         if key not in self._launchers:
-            kernel = self._kernel(encoding.block_type, gated)
+            kernel = self._kernel(encoding.values, gated)
             self._launchers[key] = Launcher(kernel, block_product.FIELDS, self._threads)
         return self._launchers[key]
 
-    def _kernel(self, kind: BlockType, gated: bool) -> CompiledKernel:
+    def _kernel(self, kind: BlockType | ValueType, gated: bool) -> CompiledKernel:
         if self.unit is None:
             return block_product.build_block_product(self.compiler, KINDS[kind].bits, gated)
         size = self.dtype.itemsize
@@ -203,7 +203,7 @@ class BlockMatrix:
         form, kind = self._products.form, kind_of(self.encoding)
         tile, lane = numbers // form.outputs, numbers % form.outputs
         scale, *offset = self._numbers(tile, lane, kind, form)
-        values = self._levels(tile, lane, kind, form).reshape(*scale.shape, kind.group) * scale[..., None]
+        values = self._levels(tile, lane, kind, form).reshape(*scale.shape, -1) * scale[..., None]
         if offset:
             values = values + offset[0][..., None]
         return values.flatten(1).to(self._products.dtype)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
@@ -76,23 +77,31 @@ class ScaledMatrix(Loadable):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A checkpoint's quantised blocks of a matrix `[outputs, inputs]`, as a parameter of a module: loaded as stored,
-    `[outputs, blocks, bytes]`. It does not refer to the module, which could then only be freed by the garbage
-    collector, from which a running engine keeps its model."""
+    """A checkpoint's quantised blocks of a matrix `[outputs, inputs]`, or its int8 values with a scale per row, as
+    parameters of a module: loaded as stored, blocks as `[outputs, blocks, bytes]`. It does not refer to the module,
+    which could then only be freed by the garbage collector, from which a running engine keeps its model."""
 
     encoding: Encoding
     matrices: BlockMatrices
 
     def declare(self, module: Loadable, inputs: int, outputs: int, parts: Sequence[Part]) -> None:
-        kind, role = self.encoding.block_type, Role.VALUES
-        shape = (outputs, inputs // kind.weights, kind.nbytes)
-        module.register_parameter(role.value, module.declare(role.value, shape, torch.uint8, *parts, role=role))
+        if self.encoding.block is None:
+            shapes = {Role.VALUES: ((outputs, inputs), torch.int8), Role.SCALES: ((outputs,), torch.float32)}
+        else:
+            kind = self.encoding.block_type
+            shapes = {Role.VALUES: ((outputs, inputs // kind.weights, kind.nbytes), torch.uint8)}
+        for role, (shape, dtype) in shapes.items():
+            module.register_parameter(role.value, module.declare(role.value, shape, dtype, *parts, role=role))
 
     def take(self, module: Loadable, bias: torch.Tensor | None) -> BlockedMatrix:
         """Converts the loaded blocks to the form of the kernels, and releases the loaded arrays."""
-        array = module.get_parameter(Role.VALUES.value)
-        matrix = self.matrices.matrix(Stored(self.encoding, {Role.VALUES: array.numpy()}), bias)
-        module.register_parameter(Role.VALUES.value, drop_value(array))
+        roles = [role for role in (Role.VALUES, Role.SCALES) if role.value in module.sources]
+        arrays = {role: module.get_parameter(role.value) for role in roles}
+        matrix = self.matrices.matrix(
+            Stored(self.encoding, {role: each.numpy() for role, each in arrays.items()}), bias
+        )
+        for role, each in arrays.items():
+            module.register_parameter(role.value, drop_value(each))
         return matrix
 
 
@@ -235,17 +244,20 @@ def _matrix(
     encoding, dtype, matrices, rows = options.encoding_of(*parts), options.dtype, options.block_matrices, sum(outputs)
     if encoding is None:
         return _plain(inputs, rows, parts, options, bias=bias)
-    if encoding.block is None:
-        return ScaledMatrix(encoding, inputs, rows, parts, bias=bias, dtype=dtype)
-    if matrices is None:
-        return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
     gated = parts[0] is Part.GATE and len(parts) > 1
-    together = matrices.outputs_together * (2 if gated else 1)
-    fits = not inputs % encoding.block and (not rows % together or (matrices.serves_all_rows and not gated))
-    if not fits or not matrices.work(encoding, gated=gated):
+    if matrices is None or not _fits(matrices, inputs, rows, encoding, gated=gated):
+        if encoding.block is None:
+            return ScaledMatrix(encoding, inputs, rows, parts, bias=bias, dtype=dtype)
         return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
     form = QuantisedMatrix if matrices.serves_all_rows else TwoFormMatrix
     return form(encoding, inputs, rows, parts, bias=bias, dtype=dtype, matrices=matrices)
+
+
+def _fits(matrices: BlockMatrices, inputs: int, rows: int, encoding: Encoding, *, gated: bool) -> bool:
+    """Whether kernels serve a matrix."""
+    together = matrices.outputs_together * (2 if gated else 1)
+    fits = not inputs % (encoding.block or BLOCK) and (not rows % together or (matrices.serves_all_rows and not gated))
+    return fits and matrices.work(encoding, gated=gated)
 
 
 def table_for(rows: int, width: int, part: Part, options: PartOptions) -> TableMatrix:
