@@ -134,6 +134,7 @@ PROOFS = (
     smoke("hybrid_second_prompt", "--chunk 512 --repeats 1"),
     smoke("hybrid_shared_prefix", "--shapes short long --scale 0.05 --turns 1"),
     smoke("kv_dtype_agreement", "--backend torch --prompts 2 --tokens 8"),
+    smoke("jax_step_cpu", "--rows 2 --prompts 64 --steps 4"),
     smoke("model_step_cpu", "--rows 2 --contexts 96 --prefill 16 --repeats 3"),
     smoke("nll", "--tokens 1000 --chunks 512"),
     smoke("latent_prefill_cpu", "--queries 64 --contexts 128 --repeat 1"),

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numba
 
 logger = logging.getLogger(__name__)
 
 _FAST_ARITHMETIC = {"contract", "nsz", "arcp"}
 """Sums may be fused with products, but NaN and infinity are preserved."""
+
+
+_KERNEL = numba.void(numba.types.CPointer(numba.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +42,17 @@ class KernelCompiler:
             return cls(None)
         return cls(below)
 
-    def __call__(self, kernel: Callable[[Any], None], *, in_order: bool = False) -> CompiledKernel:
-        """Compiles a kernel (see `work`), whose constants may be integers of the function around it. Sums and products
-        are computed `in_order`, or as is fastest."""
+    def __call__(
+        self, kernel: Callable[[Any], Any], signature: Any = _KERNEL, *, in_order: bool = False
+    ) -> CompiledKernel:
+        """Compiles a kernel (see `work`), or another function of C with a signature of numba. Its constants may be
+        integers and names of the function around it. Sums and products are computed `in_order`, or as is fastest."""
         before = numba.config.CACHE_DIR
         if self.folder is not None:
             numba.config.CACHE_DIR = str(self.folder)
         try:
             function = numba.cfunc(
-                numba.void(numba.types.CPointer(numba.int64)),
+                signature,
                 fastmath=_FAST_ARITHMETIC if in_order else _FAST_ARITHMETIC | {"reassoc"},
                 error_model="numpy",
                 cache=self.folder is not None,
@@ -62,6 +68,12 @@ class CompiledKernel:
 
     address: int
     owner: object
+
+
+def name_function(name: str, address: int) -> None:
+    """Lets functions that are compiled or loaded afterwards find the machine code at an address by a name, so that what
+    is cached contains no addresses: see `language.address_of`."""
+    llvmlite.binding.add_symbol(name, address)
 
 
 def version_of_kernels(*packages: Path) -> str:

@@ -25,10 +25,11 @@ from sglang_jax.cpu_kernels.language import (
 )
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
-FIELDS = "qqqqqqqqqqqqqdd"
+FIELDS = "qqqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, sinks (or 0) and scratch; slots of
-scratch; columns of the page table, kv heads, page size, window (or 0); scale, soft cap (or 0). An item is a kv head of
-a row."""
+scratch; columns of the page table, kv heads, page size, slots from a kv head of a page to the next one (the page size,
+or twice that where the values of a head follow its keys), window (or 0); scale, soft cap (or 0). An item is a kv head
+of a row."""
 
 _BLOCK = 256
 """Keys whose scores are in memory at once."""
@@ -46,17 +47,22 @@ def scratch_floats(head_dim: int, group: int) -> int:
     return group * (_BLOCK + 2 * head_dim + 2)
 
 
-def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, group: int) -> CompiledKernel:
-    """Builds the kernel for elements of `width` bytes, heads of `head_dim` and `group` query heads to a kv head."""
-    head_bytes = head_dim * width
+def build_decode_attention(
+    compiler: KernelCompiler, width: int, head_dim: int, group: int, query_width: int | None = None
+) -> CompiledKernel:
+    """Builds the kernel for keys and values of `width` bytes, heads of `head_dim` and `group` query heads to a kv head.
+    `query_width`: bytes of queries and output, if others."""
+    head_bytes, query_width = head_dim * width, query_width or width
+    group_bytes = group * head_dim * query_width
     sums_at, queries_at = _BLOCK * group, (_BLOCK + head_dim) * group
     largest_at, weights_at = (_BLOCK + 2 * head_dim) * group, (_BLOCK + 2 * head_dim + 1) * group
     scratch_bytes = 4 * scratch_floats(head_dim, group)
 
     def kernel(work):
         lens, columns = integers(work[FIRST_FIELD + 5]), work[FIRST_FIELD + 9]
-        kv_heads, page_size, window = work[FIRST_FIELD + 10], work[FIRST_FIELD + 11], work[FIRST_FIELD + 12]
-        scale, soft_cap = float_field(work, FIRST_FIELD + 13), float_field(work, FIRST_FIELD + 14)
+        kv_heads, page_size = work[FIRST_FIELD + 10], work[FIRST_FIELD + 11]
+        head_slots, window = work[FIRST_FIELD + 12], work[FIRST_FIELD + 13]
+        scale, soft_cap = float_field(work, FIRST_FIELD + 14), float_field(work, FIRST_FIELD + 15)
         slot = take(work, SLOT_COUNTER)
         if slot >= work[FIRST_FIELD + 8]:
             return
@@ -70,7 +76,7 @@ def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, 
             row, kv_head = item // kv_heads, item % kv_heads
             pages = integers(work[FIRST_FIELD + 4] + row * columns * 4)
             length = load(lens, row)
-            source = elements(work[FIRST_FIELD] + item * group * head_bytes, width)
+            source = elements(work[FIRST_FIELD] + item * group_bytes, query_width)
             for i in range(group * head_dim):
                 store(queries, i, load(source, i) * scale)
                 store(sums, i, np.float32(0))
@@ -81,10 +87,10 @@ def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, 
                 done = 0
                 while done < count:
                     run = min(page_size - (first + done) % page_size, count - done)
-                    place = _find(pages, first + done, kv_heads, kv_head, page_size)
+                    place = _find(pages, first + done, kv_heads, kv_head, page_size, head_slots)
                     keys = elements(work[FIRST_FIELD + 1] + place * head_bytes, width)
                     later = min(first + done + max(run, _AHEAD), length - 1)
-                    ahead = _find(pages, later, kv_heads, kv_head, page_size)
+                    ahead = _find(pages, later, kv_heads, kv_head, page_size, head_slots)
                     coming = work[FIRST_FIELD + 1] + ahead * head_bytes
                     _score(scores, done, queries, keys, run, coming, group, head_dim, head_bytes)
                     done += run
@@ -93,15 +99,15 @@ def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, 
                 done = 0
                 while done < count:
                     run = min(page_size - (first + done) % page_size, count - done)
-                    place = _find(pages, first + done, kv_heads, kv_head, page_size)
+                    place = _find(pages, first + done, kv_heads, kv_head, page_size, head_slots)
                     values = elements(work[FIRST_FIELD + 2] + place * head_bytes, width)
                     later = min(first + done + max(run, _AHEAD), length - 1)
-                    ahead = _find(pages, later, kv_heads, kv_head, page_size)
+                    ahead = _find(pages, later, kv_heads, kv_head, page_size, head_slots)
                     coming = work[FIRST_FIELD + 2] + ahead * head_bytes
                     _add(sums, scores, done, values, run, coming, group, head_dim, head_bytes)
                     done += run
                 first += count
-            output = elements(work[FIRST_FIELD + 3] + item * group * head_bytes, width)
+            output = elements(work[FIRST_FIELD + 3] + item * group_bytes, query_width)
             for query in range(group):
                 whole = np.float32(1) / load(weights, query) if length > 0 else np.float32(0)
                 for i in range(query * head_dim, (query + 1) * head_dim):
@@ -123,9 +129,9 @@ def _start_softmax(largest, weights, sinks, kv_head, group):
 
 
 @_part
-def _find(pages, key, kv_heads, kv_head, page_size):
-    """A key's offset in the pages, in heads."""
-    return (load(pages, key // page_size) * kv_heads + kv_head) * page_size + key % page_size
+def _find(pages, key, kv_heads, kv_head, page_size, head_slots):
+    """A key's offset in the pages, in slots."""
+    return (load(pages, key // page_size) * kv_heads + kv_head) * head_slots + key % page_size
 
 
 @_part

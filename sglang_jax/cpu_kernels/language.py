@@ -198,6 +198,19 @@ def call_address(typing, function, argument):
 
 
 @intrinsic(prefer_literal=True)
+def address_of(typing, name):
+    """The address of the C function of one word with a constant name: see `compiling.name_function`."""
+    if not isinstance(name, types.StringLiteral):
+        return None
+
+    def generate(context, builder, signature, values):
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I64, [_I64]), name.literal_value)
+        return builder.ptrtoint(function, _I64)
+
+    return types.int64(name), generate
+
+
+@intrinsic(prefer_literal=True)
 def prefetch(typing, address, count):
     """Starts to read `count` bytes, a constant, at `address`, which may be any."""
     if not isinstance(count, types.IntegerLiteral):

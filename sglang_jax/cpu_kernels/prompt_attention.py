@@ -19,6 +19,7 @@ from numba import njit
 
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.language import (
+    BFLOAT16_BYTES,
     elements,
     exponential,
     float_field,
@@ -44,11 +45,11 @@ from sglang_jax.cpu_kernels.prompt_tiles import (
 )
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
-FIELDS = "qqqqqqqqqqqqqqqdd"
+FIELDS = "qqqqqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, starts of sequences among the queries,
-sinks (or 0), items and scratch; slots of scratch; columns of the page table, kv heads, page size, window (or 0); scale,
-soft cap (or 0). Items are int32 `[items, 4]`: a sequence, a kv head, its first token in the sequence and the one past
-its last."""
+sinks (or 0), items and scratch; slots of scratch; columns of the page table, kv heads, page size, slots from a kv head
+of a page to the next one (see `decode_attention`), window (or 0); scale, soft cap (or 0). Items are int32 `[items, 4]`:
+a sequence, a kv head, its first token in the sequence and the one past its last."""
 
 KEYS = 64
 """Keys whose scores are in memory at once."""
@@ -115,10 +116,18 @@ def scratch_bytes(products: Products, head_dim: int, group: int) -> int:
 
 
 def build_prompt_attention(
-    compiler: KernelCompiler, products: Products, width: int, head_dim: int, group: int
+    compiler: KernelCompiler,
+    products: Products,
+    width: int,
+    head_dim: int,
+    group: int,
+    query_width: int | None = None,
 ) -> CompiledKernel:
-    """Builds the kernel for queries, keys and values of `width` bytes, 2 (bfloat16) or 4 (float32), heads of
-    `head_dim`, a multiple of 32, and `group` query heads to a kv head."""
+    """Builds the kernel for keys and values of `width` bytes, 2 (bfloat16) or 4 (float32), heads of `head_dim`, a
+    multiple of 32, and `group` query heads to a kv head. `query_width`: bytes of queries and output, if others; for
+    pairs, queries in float32 are rounded."""
+    query_width = query_width or width
+    query_bytes = query_width * head_dim
     packed, lanes, vectors = products.packed, products.lanes, products.vectors
     head_bytes, word_bytes, weight_bytes = width * head_dim, 4 * head_dim // packed, 4 * KEYS // packed
     places = _Scratch.of(products, head_dim, group)
@@ -127,8 +136,9 @@ def build_prompt_attention(
     largest_at, totals_at, own_bytes = places.largest, places.totals, places.end
 
     def kernel(work):
-        kv_heads, page_size, window = work[FIRST_FIELD + 12], work[FIRST_FIELD + 13], work[FIRST_FIELD + 14]
-        scale, soft_cap = float_field(work, FIRST_FIELD + 15), float_field(work, FIRST_FIELD + 16)
+        kv_heads, page_size = work[FIRST_FIELD + 12], work[FIRST_FIELD + 13]
+        head_slots, window = work[FIRST_FIELD + 14], work[FIRST_FIELD + 15]
+        scale, soft_cap = float_field(work, FIRST_FIELD + 16), float_field(work, FIRST_FIELD + 17)
         slot = take(work, SLOT_COUNTER)
         if slot >= work[FIRST_FIELD + 10]:
             return
@@ -147,15 +157,15 @@ def build_prompt_attention(
             last = first + tokens
             begin = max(0, first - window + 1) if window > 0 else 0
             pages = integers(work[FIRST_FIELD + 4] + sequence * work[FIRST_FIELD + 11] * 4)
-            page_bytes, in_page = kv_heads * page_size * head_bytes, kv_head * page_size * head_bytes
+            page_bytes, in_page = kv_heads * head_slots * head_bytes, kv_head * head_slots * head_bytes
             rows = tokens * group
             strips = (rows + ROWS - 1) // ROWS
 
             clear_bytes(own, strips * ROWS * word_bytes)
             clear_bytes(own + sums_at, strips * ROWS * head_dim * 4)
             for i in range(tokens):
-                place = ((start + token + i) * kv_heads + kv_head) * group * head_bytes
-                _copy(own + i * group * word_bytes, work[FIRST_FIELD] + place, group * head_dim, width, packed)
+                place = ((start + token + i) * kv_heads + kv_head) * group * query_bytes
+                _copy(own + i * group * word_bytes, work[FIRST_FIELD] + place, group * head_dim, query_width, packed)
             _start_softmax(largest, totals, rows, work[FIRST_FIELD + 7], kv_head, group)
 
             block = begin // KEYS * KEYS
@@ -201,10 +211,10 @@ def build_prompt_attention(
                 block += KEYS
 
             for i in range(tokens):
-                place = ((start + token + i) * kv_heads + kv_head) * group * head_bytes
+                place = ((start + token + i) * kv_heads + kv_head) * group * query_bytes
                 for head in range(group):
                     row = i * group + head
-                    output = elements(work[FIRST_FIELD + 3] + place + head * head_bytes, width)
+                    output = elements(work[FIRST_FIELD + 3] + place + head * query_bytes, query_width)
                     sums = floats(own + sums_at + row * head_dim * 4)
                     whole = np.float32(1) / load(totals, row)
                     for k in range(head_dim):
@@ -215,11 +225,16 @@ def build_prompt_attention(
 
 @_part
 def _copy(target, source, count, width, packed):
-    """Copies values to words: pairs as they are, others as float32."""
-    if packed == _PAIR:
+    """Copies values to words: bfloat16 to pairs as they are, others rounded to pairs or as float32."""
+    given = elements(source, width)
+    if packed == _PAIR and width == BFLOAT16_BYTES:
         copy_bytes(target, source, count * width)
+    elif packed == _PAIR:
+        rounded = elements(target, BFLOAT16_BYTES)
+        for i in range(count):
+            store(rounded, i, load(given, i))
     else:
-        given, found = elements(source, width), floats(target)
+        found = floats(target)
         for i in range(count):
             store(found, i, load(given, i))
 

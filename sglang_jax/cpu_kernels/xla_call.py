@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 from numba import njit, types
 
-from sglang_jax.cpu_kernels.compiling import CompiledKernel
-from sglang_jax.cpu_kernels.language import add, call_address, integers, long_integers
+from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler, name_function
+from sglang_jax.cpu_kernels.language import add, address_of, call_address, integers, long_integers
 from sglang_jax.cpu_kernels.work import FIRST_FIELD
 
 VERSION = (0, 3)
@@ -30,16 +29,20 @@ _DESTROY_ERROR, _SCHEDULE = 8, 17
 # Of XLA_FFI_Extension_Base, and of XLA_FFI_Metadata_Extension, the one of type 1:
 _EXTENSION_TYPE, _METADATA, _IS_METADATA = 1, 3, 1
 
-# Words shared by the threads of a call, after the kernel's arguments:
-_GATE = 0
+# Words shared by the threads of a call, before the kernel's arguments:
+_KERNEL = 0
+"""Address of the kernel."""
+_GATE = 1
 """Number of threads that came to help; at least `_CLOSED` once no more may."""
-_FINISHED = 1
+_FINISHED = 2
 """Number of these threads that are done."""
-_HOLDERS = 2
+_HOLDERS = 3
 """Threads that still hold the words, including the one that XLA called: the last frees them."""
-_SCHEDULED = 3
+_SCHEDULED = 4
 """Arguments of XLA's functions that schedule a task in its pool and that destroy an error."""
 _WORDS = _SCHEDULED + 5
+
+_HELPER = "sglang_jax_cpu_kernels_help_out"
 
 _CLOSED = 1 << 32
 _SPINS = 200
@@ -49,61 +52,93 @@ _allocate = types.ExternalFunction("malloc", types.int64(types.int64))
 _free = types.ExternalFunction("free", types.void(types.int64))
 _give_up_core = types.ExternalFunction("sched_yield", types.int32())
 
-Fill = Callable[[Any, Any], Any]
-"""A function that numba inlines: `fill(words, call)` writes a kernel's arguments (see `work`), which are 0 before, from
-the buffers of a call, and returns the number of threads worth using. See `operand`, `result` and `constants`."""
-
 part: Callable[[Any], Any] = njit(inline="always")
 
 
-def build_xla_call(kernel: CompiledKernel, fields: str, fill: Fill) -> CompiledKernel:
-    """Builds the function that XLA calls for a kernel with arguments `fields`, as in `struct`, which `fill` writes.
-    Memory that a kernel needs besides is a result that nobody reads. The function is compiled at each start, because it
-    contains addresses."""
-    kernel_address = kernel.address
-    own = FIRST_FIELD + len(fields)
-    gate, finished, holders, scheduled = own + _GATE, own + _FINISHED, own + _HOLDERS, own + _SCHEDULED
-    count = own + _WORDS
+def build_xla_call(compiler: KernelCompiler, name: str, kernel: CompiledKernel, handle: Any) -> CompiledKernel:
+    """Builds the function that XLA calls for a kernel. `name`: unique in this process, and the same in all, so that
+    machine code is found in the compiler's cache. `handle(frame)` is a function of this form:
 
-    def help_out(shared):
-        words = long_integers(shared)
-        if add(words, gate, 1) < _CLOSED:
-            call_address(kernel_address, shared)
-            add(words, finished, 1)
-        if add(words, holders, -1) == 1:
-            _free(shared)
+        def handle(frame):
+            call = long_integers(frame)
+            if answered(call):
+                return 0
+            shared = begin(fields)  # the number of the kernel's arguments
+            threads = _fill(arguments(shared), call)
+            return run(call, shared, threads, address_of(name))
 
-    helper = numba.cfunc(types.void(types.int64))(help_out)
-    helper_address = helper.address
-
-    def handle(frame):
-        call = long_integers(frame)
-        extension = call[_EXTENSION]
-        if extension != 0 and integers(extension + 8 * _EXTENSION_TYPE)[0] == _IS_METADATA:
-            _describe(long_integers(extension)[_METADATA])
-            return 0
-        shared = _allocate(8 * count)
-        words = long_integers(shared)
-        for word in range(count):
-            words[word] = 0
-        threads = fill(words, call)
-        words[holders] = threads
-        for _ in range(1, threads):
-            if not _schedule(shared + 8 * scheduled, call[_API], call[_CONTEXT], helper_address, shared):
-                add(words, holders, -1)
-        call_address(kernel_address, shared)
-        came = add(words, gate, _CLOSED)
-        spins = 0
-        while add(words, finished, 0) < came:
-            spins += 1
-            if spins % _SPINS == 0:
-                _give_up_core()
-        if add(words, holders, -1) == 1:
-            _free(shared)
-        return 0
-
-    handler = numba.cfunc(types.int64(types.int64))(handle)
+    where `_fill` writes the kernel's arguments (see `work`), which are 0 before, from the buffers of the call (see
+    `operand`, `result` and `constants`), and returns the number of threads worth using. Memory that a kernel needs
+    besides is a result that nobody reads."""
+    helper = compiler(_help_out, types.void(types.int64))
+    name_function(_HELPER, helper.address)
+    name_function(name, kernel.address)
+    handler = compiler(handle, types.int64(types.int64))
     return CompiledKernel(handler.address, (handler, helper, kernel))
+
+
+def _help_out(shared):
+    """What a thread of XLA's pool does."""
+    words = long_integers(shared)
+    if add(words, _GATE, 1) < _CLOSED:
+        call_address(words[_KERNEL], shared + 8 * _WORDS)
+        add(words, _FINISHED, 1)
+    if add(words, _HOLDERS, -1) == 1:
+        _free(shared)
+
+
+@part
+def answered(call):
+    """Whether the call is XLA's query before the first one, which is answered here: the header's version, and no
+    special properties."""
+    extension = call[_EXTENSION]
+    query = extension != 0 and integers(extension + 8 * _EXTENSION_TYPE)[0] == _IS_METADATA
+    if query:
+        metadata = long_integers(extension)[_METADATA]
+        words, numbers = long_integers(metadata), integers(metadata)
+        words[1] = 24  # bytes of XLA_FFI_Api_Version
+        words[2] = 0
+        numbers[6], numbers[7] = VERSION
+        numbers[8] = 0
+        words[5] = 0
+    return query
+
+
+@part
+def begin(fields):
+    """The address of words for a call of a kernel with this number of arguments, all 0."""
+    shared = _allocate(8 * (_WORDS + FIRST_FIELD + fields))
+    words = long_integers(shared)
+    for word in range(_WORDS + FIRST_FIELD + fields):
+        words[word] = 0
+    return shared
+
+
+@part
+def arguments(shared):
+    """The kernel's own words."""
+    return long_integers(shared + 8 * _WORDS)
+
+
+@part
+def run(call, shared, threads, kernel):
+    """Runs the kernel at an address on a number of threads, and frees the words. Returns 0, for success."""
+    words = long_integers(shared)
+    words[_KERNEL] = kernel
+    words[_HOLDERS] = threads
+    for _ in range(1, threads):
+        if not _schedule(call, shared):
+            add(words, _HOLDERS, -1)
+    call_address(kernel, shared + 8 * _WORDS)
+    came = add(words, _GATE, _CLOSED)
+    spins = 0
+    while add(words, _FINISHED, 0) < came:
+        spins += 1
+        if spins % _SPINS == 0:
+            _give_up_core()
+    if add(words, _HOLDERS, -1) == 1:
+        _free(shared)
+    return 0
 
 
 @part
@@ -138,28 +173,18 @@ def size(buffer, axis):
 
 
 @part
-def _describe(metadata):
-    """Answers XLA's query before the first call: the header's version, and no special properties."""
-    words, numbers = long_integers(metadata), integers(metadata)
-    words[1] = 24  # bytes of XLA_FFI_Api_Version
-    words[2] = 0
-    numbers[6], numbers[7] = VERSION
-    numbers[8] = 0
-    words[5] = 0
-
-
-@part
-def _schedule(own, api, context, task, argument):
-    """Schedules a task in XLA's pool; returns False if there is no pool. `own`: the address of words for this."""
-    words = long_integers(own)
+def _schedule(call, shared):
+    """Schedules a thread of XLA's pool to help; returns False if there is no pool."""
+    api, place = long_integers(call[_API]), shared + 8 * _SCHEDULED
+    words = long_integers(place)
     words[0] = 40  # bytes of XLA_FFI_ThreadPool_Schedule_Args
     words[1] = 0
-    words[2] = context
-    words[3] = task
-    words[4] = argument
-    error = call_address(long_integers(api)[_SCHEDULE], own)
+    words[2] = call[_CONTEXT]
+    words[3] = address_of(_HELPER)
+    words[4] = shared
+    error = call_address(api[_SCHEDULE], place)
     if error != 0:
         words[0] = 24  # bytes of XLA_FFI_Error_Destroy_Args
         words[2] = error
-        call_address(long_integers(api)[_DESTROY_ERROR], own)
+        call_address(api[_DESTROY_ERROR], place)
     return error == 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
-import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, PackedBlocks, random_blocks
 from sglang_jax.cpu_kernels.integer_layout import KINDS
 from sglang_jax.errors import how_to_install
+from sglang_jax.jax_runner.xla_targets import register
 from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16_tiles
 
@@ -28,7 +27,6 @@ take 11 ms of processor time instead of 38 at one row, 25 instead of 46 at 8, 41
 90 at 32 (Zen 4, busy). With AMX, bfloat16 products take a third of that time; blocks were not measured there."""
 
 _ROWS_TRIED = (1, 3, 11)
-_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 def missing_for_blocks(device: jax.Device, dtype: jnp.dtype, tp_size: int, *, rounded: bool) -> str | None:
@@ -103,29 +101,24 @@ def _register(encoding: Encoding, cache_folder: Path | None, unit: int | None, w
     of the kernels, since programs in JAX's compilation cache call it by that name, and its form."""
     from sglang_jax.cpu_kernels.block_product import build_block_product
     from sglang_jax.cpu_kernels.byte_units import UNITS
-    from sglang_jax.cpu_kernels.compiling import KernelCompiler, version_of_kernels
+    from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler, version_of_kernels
     from sglang_jax.cpu_kernels.integer_product import build_integer_product
     from sglang_jax.cpu_kernels.xla_product import build_product_call
 
     form = EXACT if unit is None else UNITS[unit].form
     kind = encoding.values
     name = f"block_product_{unit}_{form.name}_{kind.value}_{width}_{version_of_kernels()}"
-    with _lock:
-        if name not in _registered:
-            compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
-            if unit is None:
-                kernel = build_block_product(compiler, KINDS[kind].bits, gated=False, width=4)
-            else:
-                kernel = build_integer_product(compiler, unit, kind, gated=False, width=width, output_width=4)
-            function = build_product_call(kernel, KINDS[kind].bits, form)
-            _registered[name] = function
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
+
+    def build() -> CompiledKernel:
+        compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
+        if unit is None:
+            kernel = build_block_product(compiler, KINDS[kind].bits, gated=False, width=4)
+        else:
+            kernel = build_integer_product(compiler, unit, kind, gated=False, width=width, output_width=4)
+        return build_product_call(compiler, name, kernel, KINDS[kind].bits, form)
+
+    register(name, build)
     return name, form
-
-
-_lock = threading.Lock()
-_registered: dict[str, object] = {}
-"""Registered kernels, by name, which must stay alive as long as the process. XLA accepts each name once."""
 
 
 def _largest_error(product: BlockProduct, dtype: str) -> float:

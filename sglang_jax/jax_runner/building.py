@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -19,13 +21,16 @@ from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.attention_kernels import cpu_attention, missing_for_kernels
 from sglang_jax.jax_runner.block_kernels import block_product, missing_for_blocks, unit_for_rounded
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
 from sglang_jax.jax_runner.model_programs import parameters
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention, CpuAttentions, no_cpu_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
+from sglang_jax.layers.attention import Attention
 from sglang_jax.layers.block_matrix import BLOCK_AXES, BlockProducts, no_blocks
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, partition_spec
@@ -50,9 +55,12 @@ from sglang_jax.runner.quantization import (
 )
 from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes
 
+logger = logging.getLogger(__name__)
+
 _ATTENTION = {
     AttentionBackend.XLA: AttentionImplementation.XLA,
     AttentionBackend.PALLAS: AttentionImplementation.PALLAS,
+    AttentionBackend.NUMBA: AttentionImplementation.XLA,  # where its kernels are not for
     AttentionBackend.REFERENCE: AttentionImplementation.REFERENCE,
 }
 
@@ -152,6 +160,7 @@ class JaxBackend:
             attention=self.attention,
             platform=self.platform,
             kv_dtype=kv_dtype,
+            cpu_attention=_cpu_attentions(self.config, parallel, self.devices[0], kv_dtype),
             encodings=encodings_of(checkpoint, quantization),
             num_shards=parallel.num_shards,
         )
@@ -160,6 +169,12 @@ class JaxBackend:
         """Free bytes of the node with the least memory, per device. Devices that are one CPU share its memory."""
         own = [device for device in self.devices if device.process_index == jax.process_index()]
         return _least_of_nodes(min(map(available_memory, own)) // (len(own) if self.platform == "cpu" else 1))
+
+    def attention_of(self, model: UnloadedModel) -> str:
+        """The attention backend that computes a model."""
+        layers = (module for _, module in nnx.iter_modules(model.model) if isinstance(module, Attention))
+        by_kernels = any(layer.kernels is not None for layer in layers)
+        return AttentionBackend.NUMBA.value if by_kernels else self.attention.value
 
     def weights_of(self, model: UnloadedModel) -> int:
         return _bytes_of_weights(model.model, model.parallel.size)
@@ -199,10 +214,8 @@ def _block_products(
     if (missing := missing_for_blocks(device, dtype, config.tp_size, rounded=rounded)) is not None:
         refuse_blocks(config, missing)
         return no_blocks
-    address = config.cache_address()
-    folder = None if "://" in address else Path(address)
     unit = unit_for_rounded() if rounded else None
-    products = partial(block_product, cache_folder=folder, unit=unit, dtype=dtype.name)
+    products = partial(block_product, cache_folder=_kernel_folder(config), unit=unit, dtype=dtype.name)
     if unit is not None:
         return products
     sizes = [
@@ -212,6 +225,39 @@ def _block_products(
     needed = sum(size for in_blocks, size in sizes if in_blocks)
     room = available_memory(device) - sum(size for in_blocks, size in sizes if not in_blocks)
     return products if keeps_blocks(needed, room) else no_blocks
+
+
+def _cpu_attentions(
+    config: EngineConfig, parallel: TensorParallel, device: jax.Device, kv_dtype: jnp.dtype
+) -> CpuAttentions:
+    """The kernels of a model's attention on a CPU; none, with a log line, if they do not support the model or the
+    machine, and for another attention backend. Raises `ConfigError` for the latter if the options ask for them."""
+    wanted = config.attention_backend
+    if device.platform != "cpu" or wanted not in (AttentionBackend.AUTO, AttentionBackend.NUMBA):
+        return no_cpu_attention
+    if not parallel.config.attention:
+        return no_cpu_attention
+    missing = missing_for_kernels(kv_dtype, parallel, fixed=config.batch_invariant)
+    if missing is not None:
+        if wanted is AttentionBackend.NUMBA:
+            raise ConfigError(f"attention_backend numba needs {missing}: choose xla, or auto")
+        logger.info("XLA's operations compute attention: CPU kernels need %s", missing)
+        return no_cpu_attention
+    find = partial(cpu_attention, kv_dtype=kv_dtype, cache_folder=_kernel_folder(config))
+    return find if wanted is AttentionBackend.AUTO else partial(_required, find)
+
+
+def _required(find: CpuAttentions, head_dim: int, group: int) -> CpuAttention:
+    found = find(head_dim, group)
+    if found is None:
+        raise ConfigError("attention_backend numba has no kernels, the log says why: choose xla, or auto")
+    return found
+
+
+def _kernel_folder(config: EngineConfig) -> Path | None:
+    """Where machine code of CPU kernels is cached, if not in a bucket."""
+    address = config.cache_address()
+    return None if "://" in address else Path(address)
 
 
 def shards_on_jax(config: EngineConfig, model: ModelConfig) -> int | None:
@@ -235,8 +281,9 @@ def shards_on_jax(config: EngineConfig, model: ModelConfig) -> int | None:
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
     """The attention implementation of the options; `auto` is the Pallas kernels on a TPU, and XLA's operations
-    elsewhere. With `debug_memory`, kernels check addresses. Raises `ConfigError` for an implementation that this
-    backend or the device does not support, and for a TPU that the kernels do not support."""
+    elsewhere (which kernels may replace on a CPU). With `debug_memory`, kernels check addresses. Raises `ConfigError`
+    for an implementation that this backend or the device does not support, and for a TPU that the kernels do not
+    support."""
     on_tpu = device.platform == "tpu"
     backend = config.attention_backend
     if backend is AttentionBackend.AUTO:
@@ -246,6 +293,8 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
             f"attention_backend {backend.value} needs the torch backend; the JAX backend has auto, "
             f"{', '.join(known.value for known in _ATTENTION)}"
         )
+    if backend is AttentionBackend.NUMBA and device.platform != "cpu":
+        raise ConfigError(f"attention_backend numba needs a CPU, the device is a {device.platform}: choose auto")
     if backend is AttentionBackend.PALLAS and not on_tpu:
         raise ConfigError(f"attention_backend pallas needs a TPU, the device is a {device.platform}: choose auto")
     if backend is AttentionBackend.PALLAS:

@@ -57,7 +57,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     details = {
         "dtype": backend.dtype.name,
         "kv_cache_dtype": backend.kv_dtype.name,
-        "attention": backend.attention.value,
+        "attention": backend.attention_of(main),
         "compilation_cache": config.cache_address(),
         **describe(config, models, matrices_in_8_bits(main.model)),
     }

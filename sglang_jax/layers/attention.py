@@ -21,6 +21,7 @@ from sglang_jax.kernels.ragged_paged_attention import (
     ragged_paged_attention,
     write_kv,
 )
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention
 from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.linear import Linear
@@ -43,6 +44,7 @@ class Attention(nnx.Module):
         dtype, self.implementation = options.dtype, options.implementation
         self.config = config
         self.group = config.num_heads // config.num_kv_heads
+        self.kernels = options.cpu_attention(config.head_dim, self.group)
         hidden = [(Axis.HIDDEN, options.hidden_size)]
         head = (Axis.HEAD_DIM, config.head_dim)
         fused = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.HEAD_PART, self.group + 2), head]
@@ -76,6 +78,7 @@ class Attention(nnx.Module):
             step.batch,
             scale=self.config.scale,
             options=self._options(),
+            kernels=self.kernels,
         )
         output = in_tiles(self._output, (x, attended), self.implementation.tile_rows)
         return output, replace(memory, pages=kv_pages)
@@ -158,13 +161,15 @@ def write_and_attend(
     *,
     scale: float,
     options: AttentionOptions,
+    kernels: CpuAttention | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Stores a step's keys and values, and computes attention (see `ragged_paged_attention`): `[T, heads, head_dim]`,
     and the pages after the write. Under a mesh, kernels run on each device for its heads, with its shard of the
     options, since the compiler shards operations but not kernels.
 
     `queries` `[T, heads, head_dim]`; `keys`, `values` `[T, kv_heads, head_dim]`; `kv_pages`: see `kernels.kv_storage`.
-    If `values` is None, they are the keys, which every device has.
+    If `values` is None, they are the keys, which every device has. `kernels`: compute attention instead of
+    `implementation`, on one device.
     """
 
     def run(
@@ -177,8 +182,8 @@ def write_and_attend(
     ) -> tuple[jax.Array, jax.Array]:
         slots, plan = batch.write_slots, batch.write_plan
         kv_pages = write_kv(implementation, kv_pages, keys, values, slots, plan=plan, options=options)
-        attended = ragged_paged_attention(implementation, queries, kv_pages, batch, scale=scale, options=options)
-        return attended, kv_pages
+        attend = partial(ragged_paged_attention, implementation) if kernels is None else kernels
+        return attend(queries, kv_pages, batch, scale=scale, options=options), kv_pages
 
     mesh = automatic_mesh()
     if not implementation.for_tpu or mesh is None:

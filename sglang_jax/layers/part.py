@@ -13,6 +13,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttentions, no_cpu_attention
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockProducts, no_blocks
 
@@ -29,6 +30,7 @@ class PartOptions:
 
     - `dtype`: of weights. `kv_dtype`: of keys and values in pages; with 8 bits, `kv_scales` divide stored values.
     - `implementation`: the kernels of attention, and of recurrent states (see `kernels.states`).
+    - `cpu_attention`: makes kernels that replace those of `implementation`, except for latent attention.
     - `encodings`: how each matrix is stored. `block_products`: makes kernels for matrices in blocks.
     - `layer`: index of the part's layer, None for parts of the whole model.
     - `num_shards`: in which layers are computed, whatever the number of devices; None for one on each device.
@@ -38,6 +40,7 @@ class PartOptions:
     dtype: jnp.dtype
     implementation: AttentionImplementation
     kv_dtype: jnp.dtype | None = None
+    cpu_attention: CpuAttentions = no_cpu_attention
     encodings: Encodings = all_plain
     block_products: BlockProducts = no_blocks
     layer: int | None = None

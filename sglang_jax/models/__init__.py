@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttentions, no_cpu_attention
 from sglang_jax.layers.block_matrix import BlockProducts, no_blocks
 from sglang_jax.layers.platform import PlatformLayout
 from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, StateDtypes, allocate, bytes_of_groups, kv_cache_spec
@@ -43,6 +44,7 @@ def build_model(
     attention: AttentionImplementation,
     platform: str | None = None,
     kv_dtype: jnp.dtype | None = None,
+    cpu_attention: CpuAttentions = no_cpu_attention,
     encodings: Encodings = all_plain,
     block_products: BlockProducts = no_blocks,
     num_shards: int | None = None,
@@ -52,6 +54,7 @@ def build_model(
 
     - `platform`: `cpu`, `gpu` or `tpu`, which decides the layout of some weights; JAX's default if None.
     - `kv_dtype`: of keys and values in the cache; `dtype` if None.
+    - `cpu_attention`: makes kernels of attention for a CPU; by default, `attention` computes all.
     - `encodings`: how each matrix is stored; by default, all are plain numbers.
     - `block_products`: makes the kernels of matrices that stay in blocks; by default, none do.
     - `num_shards`: in which the model is computed, whatever the number of devices; None for one on each device.
@@ -65,6 +68,7 @@ def build_model(
         kv_dtype=jnp.dtype(kv_dtype or dtype),
         attention=attention,
         form=form,
+        cpu_attention=cpu_attention,
         encodings=encodings,
         block_products=block_products,
         num_shards=num_shards,

@@ -16,6 +16,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttentions, no_cpu_attention
 from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
@@ -83,6 +84,7 @@ class Transformer(nnx.Module):
         kv_dtype: jnp.dtype,
         attention: AttentionImplementation,
         form: PlatformLayout,
+        cpu_attention: CpuAttentions = no_cpu_attention,
         encodings: Encodings = all_plain,
         block_products: BlockProducts = no_blocks,
         num_shards: int | None = None,
@@ -94,6 +96,7 @@ class Transformer(nnx.Module):
             dtype=dtype,
             implementation=attention,
             kv_dtype=kv_dtype,
+            cpu_attention=cpu_attention,
             encodings=encodings,
             block_products=block_products,
             num_shards=num_shards,

@@ -29,6 +29,7 @@ from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_C
 from sglang_jax.cpu_kernels.xla_product import build_product_call
 from sglang_jax.jax_runner import block_kernels
 from sglang_jax.jax_runner.block_kernels import block_product, missing_for_blocks
+from sglang_jax.jax_runner.xla_targets import register
 from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores
 
@@ -150,9 +151,9 @@ def test_xla_s_threads_share_the_work_and_all_finish() -> None:
             for at in range(item * 32, item * 32 + 32):
                 store(output, at, np.float32(slot + 1))
 
-    function = build_product_call(compiling.KernelCompiler(None)(write_slots), 8)
-    target = f"write_slots_{function.address}"
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(block_kernels._Handler(function.address)), platform="cpu")
+    compiler, target = compiling.KernelCompiler(None), "write_slots"
+    function = build_product_call(compiler, target, compiler(write_slots), 8)
+    register(target, lambda: function)
     kernel = BlockProduct(Q8, target, threads=2, max_rows=1)
     packed = pack(random_blocks(Q8, 1024, 64))
     x, levels, scales = jnp.zeros((1, 64), jnp.bfloat16), jnp.asarray(packed.levels), jnp.asarray(packed.scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from sglang_jax.architectures.kinds.attention import QKNorm
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
-from sglang_jax.jax_runner import create_runner
+from sglang_jax.jax_runner import attention_kernels, create_runner
 from sglang_jax.jax_runner.building import JaxBackend, choose_attention, shards_on_jax
 from sglang_jax.jax_runner.loading import load_rank
 from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
+from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, build_model
 from sglang_jax.runner.assembly import Models
@@ -55,7 +58,7 @@ def make_runner(config: EngineConfig) -> Runner:
     return create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=config.random_seed))
 
 
-@pytest.mark.parametrize("attention", [AttentionBackend.AUTO, AttentionBackend.REFERENCE])
+@pytest.mark.parametrize("attention", [AttentionBackend.NUMBA, AttentionBackend.XLA, AttentionBackend.REFERENCE])
 def test_text_and_logprobs_equal_those_of_transformers(folder: Path, attention: AttentionBackend) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -102,7 +105,7 @@ def test_spec_and_report_hold_the_requested_values(folder: Path) -> None:
     assert (runner.spec.max_context, runner.spec.vocab_size) == (512, 384)
     report = runner.report()
     assert report.details["dtype"] == "bfloat16"
-    assert report.details["attention"] == "xla"
+    assert report.details["attention"] == "numba"
     # 2 layers, 2 kv heads of 32, keys and values, two bytes each, for every token of the pool and its pad page.
     assert report.kv_bytes == 648 * 2 * 2 * 32 * 2 * 2
     runner.close()
@@ -154,6 +157,75 @@ def test_a_tpu_that_the_kernels_do_not_know_is_refused_at_the_start(folder: Path
         choose_attention(options(folder), TpuDevice("TPU v99"))
     by_xla = options(folder, attention_backend=AttentionBackend.XLA)
     assert choose_attention(by_xla, TpuDevice("TPU v99")) is AttentionImplementation.XLA
+
+
+KERNELS_NEED = "XLA's operations compute attention: CPU kernels need "
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, "numba"),
+        ({"attention_backend": "numba", "dtype": "bfloat16"}, "numba"),
+        ({"attention_backend": "xla"}, "xla"),
+        ({"kv_cache_dtype": "int8"}, KERNELS_NEED + "keys and values in bfloat16 or float32, got int8"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, KERNELS_NEED + "keys and values in bfloat16 or float32, got float8_e4m3fn"),
+        ({"enable_deterministic_inference": True}, KERNELS_NEED + "a model without options for equal results"),
+        ({"kv_cache_dtype": "int8", "attention_backend": "numba"}, ConfigError),
+        ({"enable_deterministic_inference": True, "attention_backend": "numba"}, ConfigError),
+    ],
+    ids=str,
+)
+def test_kernels_compute_attention_on_a_cpu_if_they_can(
+    folder: Path, changes: dict[str, object], found: str | type[ConfigError], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise XLA's operations do, and a single line of the log says why, unless kernels were asked for."""
+    config = options(folder, compilation_cache_dir=None, **changes)
+    models = Models(open_checkpoint(config.model_path), None, None)
+
+    def attention() -> str:
+        backend = JaxBackend.choose(config, models)
+        unloaded = backend.build(models)
+        unloaded.build()
+        return backend.attention_of(unloaded)
+
+    if found is ConfigError:
+        with pytest.raises(ConfigError, match=r"attention_backend numba (needs keys and values|may depend on)"):
+            attention()
+        return
+    with caplog.at_level(logging.INFO, logger="sglang_jax"):
+        name = attention()
+    lines = [message for message in caplog.messages if message.startswith(KERNELS_NEED)]
+    assert isinstance(found, str)
+    if found.startswith(KERNELS_NEED):
+        assert name in ("xla", "xla_fixed")
+        assert len(lines) == 1
+        assert lines[0].startswith(found)
+    else:
+        assert (name, lines) == (found, [])
+
+
+def test_kernels_that_are_missing_or_wrong_are_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    two = TensorParallel.of(small_config(), 2)
+    missing = attention_kernels.missing_for_kernels(jnp.dtype("float32"), two, fixed=False)
+    assert missing == "one device, got tp_size 2"
+    config = options(folder, attention_backend="numba")
+    models = Models(open_checkpoint(config.model_path), None, None)
+    with monkeypatch.context() as without:
+        without.setattr(attention_kernels, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"numba needs numba, which is not installed: pip install -e .*: choose"):
+            JaxBackend.choose(config, models).build(models)
+    attention_kernels.cpu_attention.cache_clear()
+    call = CpuAttention.__call__
+    for wrong in (1.02, float("nan")):
+        with monkeypatch.context() as planted:
+            planted.setattr(CpuAttention, "__call__", lambda *of, wrong=wrong, **more: call(*of, **more) * wrong)
+            with pytest.raises(ConfigError, match="attention_backend numba has no kernels, the log says why"):
+                JaxBackend.choose(config, models).build(models)
+        attention_kernels.cpu_attention.cache_clear()
+    assert [message.endswith("wrong results on this machine") for message in caplog.messages] == [True] * 2
 
 
 @pytest.mark.parametrize(

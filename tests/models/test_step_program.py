@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,11 @@ from helpers.small_configs import small_config
 
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.config import EngineConfig
 from sglang_jax.errors import CheckpointError
+from sglang_jax.jax_runner.attention_kernels import cpu_attention
 from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.kernels.ragged_paged_attention.cpu import no_cpu_attention
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.parameter import matmul, matmul_outputs_first
 from sglang_jax.layers.part import LayerMemory, LayerStep
@@ -81,6 +86,36 @@ def test_neither_caches_nor_weights_are_copied(dtype: str, outputs_first: bool, 
     largest_weight = CONFIG.vocab_size * CONFIG.hidden_size * jnp.dtype(dtype).itemsize
     assert memory.alias_size_in_bytes == len(spec.shapes) * one_cache
     assert memory.temp_size_in_bytes < 3.5 * MIB < min(one_cache, largest_weight)
+
+
+def operations_on(shape: tuple[int, ...], text: str) -> Counter[str]:
+    """Counts the operations of a program, by name, that read an array of a shape."""
+    named = set(re.findall(rf"(%[\w.-]+) = \w+\[{','.join(map(str, shape))}\]", text))
+    found = re.findall(r" = [^=]*? ([a-z-]+)\((.*?)\)", text)
+    return Counter(name for name, operands in found if named & set(re.findall(r"%[\w.-]+", operands)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("tokens", "rows"), [(8, 8), (64, 8)])
+def test_kernels_read_pages_in_place(dtype: str, tokens: int, rows: int) -> None:
+    """Pages are only written by the step, and read by kernels: no operation takes keys or values out of them."""
+    kernels = partial(cpu_attention, kv_dtype=jnp.dtype(dtype), cache_folder=EngineConfig().cache_folder())
+    build = partial(build_model, CONFIG, dtype=jnp.dtype(dtype), attention=AttentionImplementation.XLA, platform="cpu")
+    for attention, copies in ((kernels, False), (no_cpu_attention, True)):
+        model = build(cpu_attention=attention)
+        load_weights(model, DummyReader(CONFIG, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
+        graph, state = nnx.split(model)
+        spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), NUM_PAGES, PAGE_SIZE, platform="cpu")
+        kv_caches = tuple(LayerMemory(jax.ShapeDtypeStruct(shape, spec.storage)) for shape in spec.shapes)
+        step = jax.jit(lambda state, kv, batch, graph=graph: nnx.merge(graph, state)(batch, kv), donate_argnums=1)
+        compiled = step.lower(state, kv_caches, batch_shapes(tokens, rows)).compile()
+        text = compiled.as_text()
+        readers = operations_on(spec.shapes[0], text)
+        assert ("gather" in readers) is copies
+        assert readers["custom-call"] == (0 if copies else CONFIG.num_layers * (1 if tokens == rows else 2))
+        assert not readers.keys() & {"copy", "convert", "slice", "transpose"}
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes == len(spec.shapes) * np.prod(spec.shapes[0]) * spec.storage.itemsize
 
 
 def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

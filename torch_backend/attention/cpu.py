@@ -74,6 +74,7 @@ class CpuAttention:
             batch.page_table.shape[1],
             kv_heads,
             page_size,
+            page_size,
             options.window or 0,
             options.scale,
             options.soft_cap or 0.0,

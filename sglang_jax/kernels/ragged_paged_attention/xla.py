@@ -28,10 +28,9 @@ tokens after 1,536 others."""
 def xla_attention(
     queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float, options: AttentionOptions
 ) -> jax.Array:
-    tokens, heads, head_dim = queries.shape
-    rows, kv_heads = batch.kv_lens.shape[0], kv_pages.shape[1]
+    tokens, rows = len(queries), len(batch.kv_lens)
     page_table = _whole_blocks(batch.page_table, kv_pages.shape[3])
-    scaled = (queries.astype(jnp.float32) * scale).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    scaled = _scaled(queries, kv_pages, scale)
     decode_lens = jnp.where(jnp.arange(rows) < batch.num_decode, batch.kv_lens, 0)
     output = _decode(scaled[:rows], kv_pages, page_table, decode_lens, options)
     if tokens > rows:
@@ -40,17 +39,37 @@ def xla_attention(
     return output.reshape(queries.shape).astype(queries.dtype)
 
 
+def xla_prompts(
+    output: jax.Array,
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    batch: Sequences,
+    *,
+    scale: float,
+    options: AttentionOptions,
+) -> jax.Array:
+    """`xla_attention` of the sequences that are not decode rows, added to the float32 `output` of these, `[T, heads,
+    head_dim]`."""
+    page_table = _whole_blocks(batch.page_table, kv_pages.shape[3])
+    scaled = _scaled(queries, kv_pages, scale)
+    return _prefill(output.reshape(scaled.shape), scaled, kv_pages, page_table, batch, options).reshape(queries.shape)
+
+
 def xla_attention_in_fixed_blocks(
     queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float, options: AttentionOptions
 ) -> jax.Array:
     """`xla_attention` of every sequence as a chunk, in blocks of one number of queries and of keys: a token's result is
     the same bits in any chunk, and if it is decoded."""
-    tokens, heads, head_dim = queries.shape
-    kv_heads = kv_pages.shape[1]
     page_table = _whole_blocks(batch.page_table, kv_pages.shape[3])
-    scaled = (queries.astype(jnp.float32) * scale).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    scaled = _scaled(queries, kv_pages, scale)
     output = _prefill(jnp.zeros_like(scaled), scaled, kv_pages, page_table, batch, options, fixed=True)
     return output.reshape(queries.shape).astype(queries.dtype)
+
+
+def _scaled(queries: jax.Array, kv_pages: jax.Array, scale: float) -> jax.Array:
+    """float32 `[T, kv_heads, group, head_dim]`."""
+    tokens, _, head_dim = queries.shape
+    return (queries.astype(jnp.float32) * scale).reshape(tokens, kv_pages.shape[1], -1, head_dim)
 
 
 def _pages(keys: int, page_size: int) -> int:
