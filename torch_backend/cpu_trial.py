@@ -17,7 +17,7 @@ from torch_backend.attention.fixed import ChunksOnly, DecodeRowsOnly
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, HeadForm
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
-from torch_backend.kv_pages import KVPages
+from torch_backend.kv_pages import LARGEST_INT8, KVForm, KVPages
 from torch_backend.layers.bfloat16 import Bfloat16Products
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.native_operations import NativeOperations
@@ -71,10 +71,10 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path, threads: OwnThreads | No
     called on the thread that will run the kernels. Raises `CpuKernelsError` if the form is not supported, or kernels
     cannot be compiled or compute wrong results."""
     sizes = sorted({heads.head_dim for heads in form.heads})
-    if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or any(size % 2 for size in sizes):
+    if form.dtype not in _DTYPES or form.kv_dtype not in (form.dtype, torch.int8) or any(size % 2 for size in sizes):
         raise CpuKernelsError(
-            "they support bfloat16 or float32, keys and values in the same type, and heads of an even size, not "
-            f"{form.dtype}, {form.kv_dtype} and {', '.join(map(str, sizes))}"
+            "they support bfloat16 or float32, keys and values in the same type or int8, and heads of an even size, "
+            f"not {form.dtype}, {form.kv_dtype} and {', '.join(map(str, sizes))}"
         )
     if find_spec("numba") is None:
         raise CpuKernelsError(f"they need numba, which is not installed: {how_to_install('torch')}")
@@ -141,11 +141,12 @@ def _compile(form: CpuForm, cache_folder: Path, threads: OwnThreads | None) -> C
 
     compiler = caching_compiler(cache_folder)
     try:
-        chunks = CpuPrompts.take(form.heads)
-        prompts = CpuPrompts(compiler, form.dtype, form.heads, threads=threads) if chunks else None
+        prompts = None
+        if CpuPrompts.take(form.heads):
+            prompts = CpuPrompts(compiler, form.dtype, form.heads, threads=threads, kv_dtype=form.kv_dtype)
         return CpuKernels(
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}, threads),
-            CpuAttention(compiler, form.dtype, form.heads, prompts, threads),
+            CpuAttention(compiler, form.dtype, form.heads, prompts, threads, form.kv_dtype),
             prompts is not None,
         )
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError
@@ -165,23 +166,40 @@ def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Te
     found = kernels.operations.add_rms_norm(x, residual, weight, 1e-5)
     yield from zip(("norm", "sum"), found, expected, strict=True)
     for heads in form.heads:
-        yield from _results_of_attention(kernels, form.dtype, heads, generator)
+        yield from _results_of_attention(kernels, form, heads, generator)
+
+
+def _random_pages(shape: tuple[int, int, int, int], form: CpuForm, generator: torch.Generator) -> list[KVPages]:
+    """The same pages twice."""
+    found = [KVPages.allocate(*shape, KVForm(form.kv_dtype, form.kv_dtype), torch.device("cpu")) for _ in range(2)]
+    for side in range(2):
+        numbers = torch.randn(shape, generator=generator)
+        for pages in found:
+            stored = pages.values if side else pages.keys
+            if pages.token_scales is None:
+                stored.copy_(numbers)
+            else:
+                of_tokens = pages.token_scales.values if side else pages.token_scales.keys
+                assert of_tokens is not None
+                of_tokens.copy_(numbers.abs().amax(-1) / LARGEST_INT8)
+                stored.copy_((numbers / of_tokens[..., None]).round())
+                pages.token_scales.key_mean.copy_(numbers[0, :, 0])
+    return found
 
 
 def _results_of_attention(
-    kernels: CpuKernels, dtype: torch.dtype, heads: HeadForm, generator: torch.Generator
+    kernels: CpuKernels, form: CpuForm, heads: HeadForm, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     native, head_dim = NativeOperations(), heads.head_dim
 
     def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(form.dtype)
 
     kv_heads, page_size = 2, 4
     lens = [1, 2**15 // (kv_heads * head_dim) + 5, 30]
     columns = -(-max(lens) // page_size)
     shape = (1 + len(lens) * columns, kv_heads, page_size, head_dim)
-    kv = KVPages(numbers(*shape), numbers(*shape))
-    copy = KVPages(kv.keys.clone(), kv.values.clone())
+    kv, copy = _random_pages(shape, form, generator)
     pages = 1 + torch.randperm(len(lens) * columns, generator=generator).int().view(len(lens), columns)
     positions = torch.tensor(lens) - 1
     slots = pages.gather(1, (positions // page_size)[:, None])[:, 0].long() * page_size + positions % page_size

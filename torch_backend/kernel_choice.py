@@ -162,6 +162,8 @@ def _on_cpu(
     products = make_bfloat16_products(form, cache_folder, threads)
     if name is AttentionBackend.NUMBA:
         try:
+            if fixed and form.kv_dtype is torch.int8:
+                raise CpuKernelsError("with equal results, they do not support keys and values in int8")
             compiled = make_cpu_kernels(form, cache_folder, threads)
         except CpuKernelsError as error:
             if wanted is AttentionBackend.NUMBA:

@@ -12,6 +12,7 @@ from numba import njit
 
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.language import (
+    INT8_BYTES,
     elements,
     exponential,
     float_field,
@@ -25,11 +26,12 @@ from sglang_jax.cpu_kernels.language import (
 )
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
-FIELDS = "qqqqqqqqqqqqqqdd"
+FIELDS = "qqqqqqqqqqqqqqddqqq"
 """Addresses of queries, key pages, value pages, output, page table, lengths, sinks (or 0) and scratch; slots of
 scratch; columns of the page table, kv heads, page size, slots from a kv head of a page to the next one (the page size,
-or twice that where the values of a head follow its keys), window (or 0); scale, soft cap (or 0). An item is a kv head
-of a row."""
+or twice that where the values of a head follow its keys), window (or 0); scale, soft cap (or 0); addresses of scales of
+int8 keys and of int8 values, float32 `[pages, kv_heads, page_size]`, and of what is added to a scaled key, float32
+`[kv_heads, head_dim]`. An item is a kv head of a row."""
 
 _BLOCK = 256
 """Keys whose scores are in memory at once."""
@@ -43,20 +45,22 @@ _part: Callable[[Any], Any] = njit(inline="always")
 
 def scratch_floats(head_dim: int, group: int) -> int:
     """float32 words of scratch of each thread. For each query of a group: scores of a block; the sum of values so far;
-    the query times the scale; the largest score and the sum of weights so far."""
-    return group * (_BLOCK + 2 * head_dim + 2)
+    the query times the scale; the largest score and the sum of weights so far; what is added to all its scores."""
+    return group * (_BLOCK + 2 * head_dim + 3)
 
 
 def build_decode_attention(
     compiler: KernelCompiler, width: int, head_dim: int, group: int, query_width: int | None = None
 ) -> CompiledKernel:
-    """Builds the kernel for keys and values of `width` bytes, heads of `head_dim` and `group` query heads to a kv head.
-    `query_width`: bytes of queries and output, if others."""
+    """Builds the kernel for keys and values of `width` bytes, 1 for int8, heads of `head_dim` and `group` query heads
+    to a kv head. `query_width`: bytes of queries and output, if others."""
     head_bytes, query_width = head_dim * width, query_width or width
     group_bytes = group * head_dim * query_width
     sums_at, queries_at = _BLOCK * group, (_BLOCK + head_dim) * group
     largest_at, weights_at = (_BLOCK + 2 * head_dim) * group, (_BLOCK + 2 * head_dim + 1) * group
+    added_at = (_BLOCK + 2 * head_dim + 2) * group
     scratch_bytes = 4 * scratch_floats(head_dim, group)
+    integer = width == INT8_BYTES
 
     def kernel(work):
         lens, columns = integers(work[FIRST_FIELD + 5]), work[FIRST_FIELD + 9]
@@ -69,6 +73,7 @@ def build_decode_attention(
         scratch = work[FIRST_FIELD + 7] + slot * scratch_bytes
         scores, sums, queries = floats(scratch), floats(scratch + 4 * sums_at), floats(scratch + 4 * queries_at)
         largest, weights = floats(scratch + 4 * largest_at), floats(scratch + 4 * weights_at)
+        added = floats(scratch + 4 * added_at)
         while True:
             item = take(work, ITEM_COUNTER)
             if item >= work[ITEMS]:
@@ -81,6 +86,8 @@ def build_decode_attention(
                 store(queries, i, load(source, i) * scale)
                 store(sums, i, np.float32(0))
             _start_softmax(largest, weights, work[FIRST_FIELD + 6], kv_head, group)
+            if integer:
+                _multiply_mean(added, queries, work[FIRST_FIELD + 18] + 4 * kv_head * head_dim, group, head_dim)
             first = max(length - window, 0) if window > 0 else 0
             while first < length:
                 count = min(_BLOCK, length - first)
@@ -93,6 +100,9 @@ def build_decode_attention(
                     ahead = _find(pages, later, kv_heads, kv_head, page_size, head_slots)
                     coming = work[FIRST_FIELD + 1] + ahead * head_bytes
                     _score(scores, done, queries, keys, run, coming, group, head_dim, head_bytes)
+                    if integer:
+                        _scale(scores, done, run, work[FIRST_FIELD + 16] + 4 * place, group)
+                        _add_means(scores, done, run, added, group)
                     done += run
                 for query in range(group):
                     _weigh(scores, query, count, soft_cap, largest, weights, sums, head_dim)
@@ -104,6 +114,8 @@ def build_decode_attention(
                     later = min(first + done + max(run, _AHEAD), length - 1)
                     ahead = _find(pages, later, kv_heads, kv_head, page_size, head_slots)
                     coming = work[FIRST_FIELD + 2] + ahead * head_bytes
+                    if integer:
+                        _scale(scores, done, run, work[FIRST_FIELD + 17] + 4 * place, group)
                     _add(sums, scores, done, values, run, coming, group, head_dim, head_bytes)
                     done += run
                 first += count
@@ -126,6 +138,33 @@ def _start_softmax(largest, weights, sinks, kv_head, group):
         else:
             store(largest, query, np.float32(-np.inf))
             store(weights, query, np.float32(0))
+
+
+@_part
+def _multiply_mean(added, queries, mean, group, head_dim):
+    """Products of the queries and what is added to each key."""
+    for query in range(group):
+        total = np.float32(0)
+        for i in range(head_dim):
+            total += load(queries, query * head_dim + i) * load(floats(mean), i)
+        store(added, query, total)
+
+
+@_part
+def _scale(scores, done, run, scales, group):
+    """Multiplies scores, or weights, of a run by the scales of its keys, or values."""
+    for query in range(group):
+        at = query * _BLOCK + done
+        for key in range(run):
+            store(scores, at + key, load(scores, at + key) * load(floats(scales), key))
+
+
+@_part
+def _add_means(scores, done, run, added, group):
+    for query in range(group):
+        at = query * _BLOCK + done
+        for key in range(run):
+            store(scores, at + key, load(scores, at + key) + load(added, query))
 
 
 @_part

@@ -8,13 +8,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+INT8_BYTES, BFLOAT16_BYTES, FLOAT32_BYTES = 1, 2, 4
 
 _CACHE_LINE = 64
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
-_POINTEES = {types.uint16: _I16, types.int32: _I32, types.int64: _I64, types.float32: _F32}
+_POINTEES = {types.int8: _I8, types.uint16: _I16, types.int32: _I32, types.int64: _I64, types.float32: _F32}
 
 
 def _pointer_to(pointee: types.Type, *arguments: types.Type):
@@ -26,10 +26,12 @@ def _pointer_to(pointee: types.Type, *arguments: types.Type):
 
 @intrinsic(prefer_literal=True)
 def elements(typing, address, width):
-    """A pointer to the elements at `address`: bfloat16 if `width`, a constant, is 2 bytes, float32 if it is 4."""
+    """A pointer to the elements at `address`: int8 if `width`, a constant, is 1 byte, bfloat16 if it is 2, float32 if
+    it is 4."""
     if not isinstance(width, types.IntegerLiteral):
         return None
-    pointee = {BFLOAT16_BYTES: types.uint16, FLOAT32_BYTES: types.float32}[width.literal_value]
+    kinds = {INT8_BYTES: types.int8, BFLOAT16_BYTES: types.uint16, FLOAT32_BYTES: types.float32}
+    pointee = kinds[width.literal_value]
     return _pointer_to(pointee, width)
 
 
@@ -53,14 +55,16 @@ def long_integers(typing, address):
 
 @intrinsic
 def load(typing, pointer, index):
-    """The element at `index`: float32 for bfloat16 and float32, int64 for integers."""
+    """The element at `index`: float32 for int8, bfloat16 and float32, int64 for other integers."""
     pointee = pointer.dtype
-    result = types.int64 if isinstance(pointee, types.Integer) and pointee.signed else types.float32
+    result = types.int64 if pointee in (types.int32, types.int64) else types.float32
 
     def generate(context, builder, signature, values):
         found = builder.load(builder.gep(values[0], [values[1]]))
         if pointee == types.uint16:
             return builder.bitcast(builder.shl(builder.zext(found, _I32), _I32(16)), _F32)
+        if pointee == types.int8:
+            return builder.sitofp(found, _F32)
         return builder.sext(found, _I64) if pointee == types.int32 else found
 
     return result(pointer, types.int64), generate

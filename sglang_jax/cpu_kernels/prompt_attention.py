@@ -20,6 +20,7 @@ from numba import njit
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
 from sglang_jax.cpu_kernels.language import (
     BFLOAT16_BYTES,
+    INT8_BYTES,
     elements,
     exponential,
     float_field,
@@ -45,11 +46,12 @@ from sglang_jax.cpu_kernels.prompt_tiles import (
 )
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
-FIELDS = "qqqqqqqqqqqqqqqqdd"
+FIELDS = "qqqqqqqqqqqqqqqqddqqq"
 """Addresses of queries, key pages, value pages, output, page table, lengths, starts of sequences among the queries,
 sinks (or 0), items and scratch; slots of scratch; columns of the page table, kv heads, page size, slots from a kv head
-of a page to the next one (see `decode_attention`), window (or 0); scale, soft cap (or 0). Items are int32 `[items, 4]`:
-a sequence, a kv head, its first token in the sequence and the one past its last."""
+of a page to the next one (see `decode_attention`), window (or 0); scale, soft cap (or 0); for int8, the addresses that
+`decode_attention` takes. Items are int32 `[items, 4]`: a sequence, a kv head, its first token in the sequence and the
+one past its last."""
 
 KEYS = 64
 """Keys whose scores are in memory at once."""
@@ -81,7 +83,8 @@ def _rows_of_item(group: int) -> int:
 class _Scratch:
     """Offsets in a thread's scratch memory, where queries are at 0: of the sums of values; of keys and values as
     products take them, and as they were in pages; of scores; of weights; of the largest score and the sum of weights of
-    each row; of the end. Only pairs need another place for values in pages, and for weights than for scores."""
+    each row, and what is added to all its scores; of the end. Only pairs need another place for values in pages, and
+    for weights than for scores."""
 
     sums: int
     keys: int
@@ -92,6 +95,7 @@ class _Scratch:
     weights: int
     largest: int
     totals: int
+    added: int
     end: int
 
     @classmethod
@@ -107,7 +111,8 @@ class _Scratch:
         largest = weights + 4 * ROWS * KEYS // products.packed
         totals = largest + 4 * rows
         staged_values = staged if pairs else values
-        return cls(sums, keys, values, staged, staged_values, scores, weights, largest, totals, totals + 4 * rows)
+        added = totals + 4 * rows
+        return cls(sums, keys, values, staged, staged_values, scores, weights, largest, totals, added, added + 4 * rows)
 
 
 def scratch_bytes(products: Products, head_dim: int, group: int) -> int:
@@ -123,9 +128,9 @@ def build_prompt_attention(
     group: int,
     query_width: int | None = None,
 ) -> CompiledKernel:
-    """Builds the kernel for keys and values of `width` bytes, 2 (bfloat16) or 4 (float32), heads of `head_dim`, a
-    multiple of 32, and `group` query heads to a kv head. `query_width`: bytes of queries and output, if others; for
-    pairs, queries in float32 are rounded."""
+    """Builds the kernel for keys and values of `width` bytes, 1 (int8), 2 (bfloat16) or 4 (float32), heads of
+    `head_dim`, a multiple of 32, and `group` query heads to a kv head. `query_width`: bytes of queries and output, if
+    others. For pairs, queries in float32 are rounded, and int8 keys and values once they are scaled."""
     query_width = query_width or width
     query_bytes = query_width * head_dim
     packed, lanes, vectors = products.packed, products.lanes, products.vectors
@@ -134,6 +139,7 @@ def build_prompt_attention(
     sums_at, keys_at, values_at, scores_at = places.sums, places.keys, places.values, places.scores
     staged_keys_at, staged_values_at, weights_at = places.staged_keys, places.staged_values, places.weights
     largest_at, totals_at, own_bytes = places.largest, places.totals, places.end
+    added_at, integer = places.added, width == INT8_BYTES
 
     def kernel(work):
         kv_heads, page_size = work[FIRST_FIELD + 12], work[FIRST_FIELD + 13]
@@ -166,18 +172,30 @@ def build_prompt_attention(
             for i in range(tokens):
                 place = ((start + token + i) * kv_heads + kv_head) * group * query_bytes
                 _copy(own + i * group * word_bytes, work[FIRST_FIELD] + place, group * head_dim, query_width, packed)
+                if integer:
+                    of_token, mean = floats(own + added_at + 4 * i * group), work[FIRST_FIELD + 20]
+                    queries = elements(work[FIRST_FIELD] + place, query_width)
+                    _multiply_mean(of_token, queries, floats(mean + 4 * kv_head * head_dim), group, head_dim, scale)
             _start_softmax(largest, totals, rows, work[FIRST_FIELD + 7], kv_head, group)
 
             block = begin // KEYS * KEYS
             while block < last:
                 low, high = max(begin - block, 0), min(KEYS, last - block)
                 staged, source = own + staged_keys_at, work[FIRST_FIELD + 1] + in_page
-                _stage(staged, source, pages, block, low, high, page_bytes, page_size, head_dim, width, packed)
+                if integer:
+                    scales = work[FIRST_FIELD + 18] + 4 * kv_head * head_slots
+                    _widen(staged, source, scales, pages, block, low, high, page_bytes, page_size, head_dim, packed)
+                else:
+                    _stage(staged, source, pages, block, low, high, page_bytes, page_size, head_dim, width, packed)
                 for key in range(0, KEYS, lanes):
                     column = own + keys_at + 4 * key
                     transpose_words(lanes, staged + key * word_bytes, word_bytes, column, 4 * KEYS, head_dim // packed)
                 staged, source = own + staged_values_at, work[FIRST_FIELD + 2] + in_page
-                _stage(staged, source, pages, block, low, high, page_bytes, page_size, head_dim, width, packed)
+                if integer:
+                    scales = work[FIRST_FIELD + 19] + 4 * kv_head * head_slots
+                    _widen(staged, source, scales, pages, block, low, high, page_bytes, page_size, head_dim, packed)
+                else:
+                    _stage(staged, source, pages, block, low, high, page_bytes, page_size, head_dim, width, packed)
                 if packed == _PAIR:
                     for key in range(0, KEYS, 2):
                         at = staged + key * word_bytes
@@ -196,7 +214,9 @@ def build_prompt_attention(
                         of_row = weights + (each - row) * weight_bytes
                         if each < rows and seen_from < seen_to:
                             scores = own + scores_at + 4 * KEYS * (each - row)
-                            top, fading = _weigh(scores, seen_from, seen_to, scale, soft_cap, load(largest, each))
+                            plus = load(floats(own + added_at), each) if integer else np.float32(0)
+                            before = load(largest, each)
+                            top, fading = _weigh(scores, seen_from, seen_to, scale, plus, soft_cap, before)
                             store(largest, each, top)
                             total = load(totals, each) * fading + sum_weights(packed, scores, of_row, 2)
                             store(totals, each, total)
@@ -268,6 +288,35 @@ def _stage(target, source, pages, block, low, high, page_bytes, page_size, head_
 
 
 @_part
+def _multiply_mean(added, queries, mean, group, head_dim, scale):
+    """What the mean of keys adds to the scores of a token's queries."""
+    for query in range(group):
+        total = np.float32(0)
+        for i in range(head_dim):
+            total += load(queries, query * head_dim + i) * load(mean, i)
+        store(added, query, total * scale)
+
+
+@_part
+def _widen(target, source, scales, pages, block, low, high, page_bytes, page_size, head_dim, packed):
+    """`_stage` for int8: times the scale of a key or value."""
+    word_bytes = 4 * head_dim // packed
+    clear_bytes(target, low * word_bytes)
+    clear_bytes(target + high * word_bytes, (KEYS - high) * word_bytes)
+    for key in range(low, high):
+        slot = load(pages, (block + key) // page_size) * (page_bytes // head_dim) + (block + key) % page_size
+        given, scale = elements(source + slot * head_dim, INT8_BYTES), load(floats(scales), slot)
+        if packed == _PAIR:
+            pairs = elements(target + key * word_bytes, BFLOAT16_BYTES)
+            for i in range(head_dim):
+                store(pairs, i, load(given, i) * scale)
+        else:
+            words = floats(target + key * word_bytes)
+            for i in range(head_dim):
+                store(words, i, load(given, i) * scale)
+
+
+@_part
 def _multiply(adds, rows, values, columns, count, sums, packed, lanes, vectors):
     """Products of the `values` of each row of a strip and `count` columns: see `multiply_rows`."""
     words, stride = values // packed, 4 * count
@@ -283,13 +332,13 @@ def _multiply(adds, rows, values, columns, count, sums, packed, lanes, vectors):
 
 
 @_part
-def _weigh(address, seen_from, seen_to, scale, soft_cap, before):
-    """Turns a row's scores of a block into weights. Returns the largest score so far, which was `before`, and by what
-    this multiplies earlier weights."""
+def _weigh(address, seen_from, seen_to, scale, added, soft_cap, before):
+    """Turns a row's scores of a block, times `scale` and plus what is `added`, into weights. Returns the largest score
+    so far, which was `before`, and by what this multiplies earlier weights."""
     scores = floats(address)
     masked = seen_from > 0 or seen_to < KEYS
     for i in range(KEYS):
-        store(scores, i, load(scores, i) * scale)
+        store(scores, i, load(scores, i) * scale + added)
     if soft_cap > 0:
         for i in range(KEYS):
             store(scores, i, soft_cap * hyperbolic_tangent(load(scores, i) / soft_cap))

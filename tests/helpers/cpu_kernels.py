@@ -25,10 +25,12 @@ from torch_backend.cpu_kernels.threads import OwnThreads
 
 
 @functools.cache
-def cpu_attention(dtype: torch.dtype, *forms: HeadForm, prompts: Products | None = None) -> CpuAttention:
+def cpu_attention(
+    dtype: torch.dtype, *forms: HeadForm, prompts: Products | None = None, kv_dtype: torch.dtype | None = None
+) -> CpuAttention:
     """`prompts`: how a kernel for prompts multiplies; without it, torch computes them."""
-    kernel = None if prompts is None else CpuPrompts(_compiler(), dtype, forms, prompts)
-    return CpuAttention(_compiler(), dtype, forms, kernel)
+    kernel = None if prompts is None else CpuPrompts(_compiler(), dtype, forms, prompts, kv_dtype=kv_dtype)
+    return CpuAttention(_compiler(), dtype, forms, kernel, kv_dtype=kv_dtype)
 
 
 @functools.cache

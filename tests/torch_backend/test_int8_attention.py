@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.cpu_kernels import cpu_attention
 from helpers.int8_steps import Int8Step, int8_step
 from helpers.torch_attention_steps import Case
 from helpers.triton_attention import AMPERE, HOPPER, TOLERANCE
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_jax.architectures.kinds.part import CachedArray
-from torch_backend.attention.interface import AttentionImplementation
+from sglang_jax.cpu_kernels.prompt_tiles import Products
+from torch_backend.attention.interface import AttentionImplementation, HeadForm
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.attention.triton import TritonAttention
@@ -70,6 +72,20 @@ def relative_error(implementation: AttentionImplementation, built: Int8Step) -> 
 def test_outputs_equal_those_of_the_stored_values(which: str, name: str, values: torch.dtype | None) -> None:
     """In float32 only queries and keys are rounded, in the expected outputs too."""
     check(IMPLEMENTATIONS[which], int8_step(CASES[name], values=values, bias=3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cpu_kernels_read_int8_and_do_not_round_queries(dtype: torch.dtype) -> None:
+    """Unlike the others, so their outputs are those of the reference. Units of bfloat16 round keys and values of
+    prompts to it once these are scaled: half a step each."""
+    allowed = TOLERANCE[dtype] + (torch.finfo(dtype).eps if dtype is torch.bfloat16 else 0.0)
+    attention = cpu_attention(dtype, HeadForm(64, 2), prompts=Products.of(dtype.itemsize), kv_dtype=torch.int8)
+    for case in (*list(CASES.values())[:5], replace(CASES["sinks"], group=2)):
+        built = int8_step(replace(case, dtype=dtype), values=torch.int8, bias=3.0)
+        found, wide = run(attention, built).double(), replace(built.step, queries=built.step.queries.float())
+        expected = run(ReferenceAttention(), replace(built, step=wide)).double()
+        errors, sizes = (found - expected).abs().amax((1, 2)), expected.abs().amax((1, 2))
+        assert bool((errors <= allowed * sizes).all()), (errors / sizes).max()
 
 
 @pytest.mark.parametrize("which", IMPLEMENTATIONS)

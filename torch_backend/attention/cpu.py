@@ -8,7 +8,7 @@ import torch
 
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from sglang_jax.cpu_kernels.decode_attention import FIELDS, build_decode_attention, scratch_floats
-from torch_backend.attention.cpu_prompts import CpuPrompts, items_of
+from torch_backend.attention.cpu_prompts import CpuPrompts, items_of, scales_of
 from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.attention.native import NativeStep
 from torch_backend.batch import ForwardBatch
@@ -19,8 +19,8 @@ from torch_backend.kv_pages import KVPages
 
 class CpuAttention:
     """`AttentionImplementation` for a CPU, for use by one thread at a time. A decode row's result is batch-invariant.
-    `dtype`, bfloat16 or float32, of queries and pages; `forms` of all layers' heads; `prompts`, with kernels for these,
-    computes sequences of several tokens instead of torch operations."""
+    `dtype`, bfloat16 or float32, of queries and pages, which may also be int8 (`kv_dtype`); `forms` of all layers'
+    heads; `prompts`, with kernels for these, computes sequences of several tokens instead of torch operations."""
 
     def __init__(
         self,
@@ -29,11 +29,15 @@ class CpuAttention:
         forms: Iterable[HeadForm],
         prompts: CpuPrompts | None = None,
         threads: OwnThreads | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self._dtype = dtype
+        self._dtype, self._kv_dtype = dtype, kv_dtype or dtype
         self.prompts = prompts
+        width = self._kv_dtype.itemsize
         self._decode = {
-            form: Launcher(build_decode_attention(compiler, dtype.itemsize, form.head_dim, form.group), FIELDS, threads)
+            form: Launcher(
+                build_decode_attention(compiler, width, form.head_dim, form.group, dtype.itemsize), FIELDS, threads
+            )
             for form in forms
         }
         floats = (launcher.slots * scratch_floats(form.head_dim, form.group) for form, launcher in self._decode.items())
@@ -48,10 +52,12 @@ class CpuAttention:
         """Computes attention of the decode rows, which have `num_keys` keys in total; other tokens are left unset."""
         _, kv_heads, page_size, head_dim = kv.keys.shape
         form = HeadForm(head_dim, queries.shape[1] // kv_heads)
-        if form not in self._decode or not (queries.dtype is kv.keys.dtype is self._dtype):
+        if form not in self._decode or not (
+            queries.dtype is self._dtype and kv.keys.dtype is kv.values.dtype is self._kv_dtype
+        ):
             raise TypeError(
-                f"CPU attention made for {self._dtype} and {', '.join(map(str, self._decode))} was given "
-                f"{queries.dtype}, {form} and pages of {kv.keys.dtype}"
+                f"CPU attention made for {self._dtype}, {', '.join(map(str, self._decode))} and pages of "
+                f"{self._kv_dtype} was given {queries.dtype}, {form} and pages of {kv.keys.dtype} and {kv.values.dtype}"
             )
         decode = self._decode[form]
         if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
@@ -78,6 +84,7 @@ class CpuAttention:
             options.window or 0,
             options.scale,
             options.soft_cap or 0.0,
+            *scales_of(kv),
         )
         return output
 

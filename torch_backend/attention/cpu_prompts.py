@@ -36,11 +36,12 @@ class CpuPrompts:
         forms: Iterable[HeadForm],
         products: Products | None = None,
         threads: OwnThreads | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        own = products or Products.of(dtype.itemsize)
+        own, width = products or Products.of(dtype.itemsize), (kv_dtype or dtype).itemsize
         self._launchers = {
             form: Launcher(
-                build_prompt_attention(compiler, own, dtype.itemsize, form.head_dim, form.group), FIELDS, threads
+                build_prompt_attention(compiler, own, width, form.head_dim, form.group, dtype.itemsize), FIELDS, threads
             )
             for form in forms
         }
@@ -86,7 +87,17 @@ class CpuPrompts:
             options.window or 0,
             options.scale,
             options.soft_cap or 0.0,
+            *scales_of(kv),
         )
+
+
+def scales_of(kv: KVPages) -> tuple[int, int, int]:
+    """The addresses of scales of int8 keys and values, and of the mean of keys; 0 without them."""
+    scales = kv.token_scales
+    if scales is None:
+        return 0, 0, 0
+    assert scales.values is not None, "values of pages for CPU kernels are int8 if keys are"
+    return scales.keys.data_ptr(), scales.values.data_ptr(), scales.key_mean.data_ptr()
 
 
 def items_of(batch: ForwardBatch, first: int, kv_heads: int, group: int) -> torch.Tensor:

@@ -78,7 +78,9 @@ class CpuOperations:
         kv: KVPages,
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
-        """See `Operations`. The pages have the dtype of `qkv`."""
+        """See `Operations`. The pages have the dtype of `qkv`, or are int8, to which torch's operations round."""
+        if kv.token_scales is not None:
+            return self._native.rotate_and_write(qkv, rotation, norms, kv, write_slots)
         if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
             raise ValueError("pages must be contiguous: writes to a copy of them would be lost")
         qkv, keys, values = self._own(qkv), self._own(kv.keys), self._own(kv.values)
