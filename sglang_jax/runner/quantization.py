@@ -162,7 +162,10 @@ def matrices_in_bfloat16(checkpoint: Checkpoint, quantization: Quantization | No
 
 
 def only_bfloat16(model: ModelConfig, names: Collection[ParameterName]) -> bool:
-    """Whether all matrices of a model are among `names`, and none is of an expert."""
+    """Whether all matrices of a model are among `names`, and none is of an expert. Without names, no model is, nor need
+    it have a manifest."""
+    if not names:
+        return False
     matrices = (spec for spec in manifest_of(model).specs.values() if spec.is_matrix)
     return all(spec.name in names and not spec.places for spec in matrices)
 
