@@ -46,22 +46,32 @@ class CpuAttention:
     def prepare(self, batch: ForwardBatch) -> CpuStep:
         return CpuStep(self, batch)
 
+    @property
+    def widens(self) -> bool:
+        """Whether pages have another dtype than queries."""
+        return self._kv_dtype is not self._dtype
+
+    def check(self, queries: torch.Tensor, kv: KVPages) -> HeadForm:
+        """The form of heads. Raises `TypeError` for dtypes or a form without kernels, and `ValueError` for pages that
+        are not contiguous."""
+        _, kv_heads, _, head_dim = kv.keys.shape
+        form = HeadForm(head_dim, queries.shape[1] // kv_heads)
+        right = queries.dtype is self._dtype and kv.keys.dtype is kv.values.dtype is self._kv_dtype
+        if form not in self._decode or not right:
+            raise TypeError(
+                f"CPU attention made for {self._dtype}, {', '.join(map(str, self._decode))} and pages of "
+                f"{self._kv_dtype} was given {queries.dtype}, {form} and pages of {kv.keys.dtype} and {kv.values.dtype}"
+            )
+        if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
+            raise ValueError("pages must be contiguous: CPU attention reads them by address")
+        return form
+
     def attend(
         self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, batch: ForwardBatch, num_keys: int
     ) -> torch.Tensor:
         """Computes attention of the decode rows, which have `num_keys` keys in total; other tokens are left unset."""
         _, kv_heads, page_size, head_dim = kv.keys.shape
-        form = HeadForm(head_dim, queries.shape[1] // kv_heads)
-        if form not in self._decode or not (
-            queries.dtype is self._dtype and kv.keys.dtype is kv.values.dtype is self._kv_dtype
-        ):
-            raise TypeError(
-                f"CPU attention made for {self._dtype}, {', '.join(map(str, self._decode))} and pages of "
-                f"{self._kv_dtype} was given {queries.dtype}, {form} and pages of {kv.keys.dtype} and {kv.values.dtype}"
-            )
-        decode = self._decode[form]
-        if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
-            raise ValueError("pages must be contiguous: CPU attention reads them by address")
+        decode = self._decode[self.check(queries, kv)]
         queries = queries.contiguous()
         output = torch.empty_like(queries)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
@@ -99,6 +109,9 @@ class CpuStep:
         self._items: dict[tuple[int, int], torch.Tensor] = {}
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
+        if self._attention.widens and kv.keys.dtype is queries.dtype:
+            # The step that measures the mean of keys, before any are stored in int8.
+            return NativeStep(self._batch)(queries, kv, options)
         if self._attention.prompts is not None and not self._batch.decode_only:
             return self._by_kernels(self._attention.prompts, queries, kv, options)
         if self._prompts is not None and not self._batch.num_decode:
@@ -112,6 +125,7 @@ class CpuStep:
         self, prompts: CpuPrompts, queries: torch.Tensor, kv: KVPages, options: AttentionOptions
     ) -> torch.Tensor:
         batch = self._batch
+        self._attention.check(queries, kv)
         queries = queries.contiguous()
         if batch.num_decode:
             output = self._attention.attend(queries, kv, options, batch, self._num_keys)
