@@ -50,7 +50,7 @@ def options(folder: Path, **changes: object) -> EngineConfig:
     ("changes", "name", "attention", "sizes"),
     [
         (SAGE, "int8 keys, float32 values", "sage", HEAD_DIM + 4 + 4 * HEAD_DIM),
-        (INT8, "int8", "native", 2 * (HEAD_DIM + 4)),
+        (INT8, "int8", "numba", 2 * (HEAD_DIM + 4)),
         (SAGE | INT8, "int8", "sage", 2 * (HEAD_DIM + 4)),
         (INT8 | {"attention_backend": AttentionBackend.REFERENCE}, "int8", "reference", 2 * (HEAD_DIM + 4)),
     ],
