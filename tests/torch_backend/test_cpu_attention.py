@@ -110,6 +110,6 @@ def test_scores_far_apart_and_all_equal() -> None:
 def test_unsupported_shapes_are_refused() -> None:
     step = make_step(DECODE)
     attention = cpu_attention(torch.bfloat16, HeadForm(64, 2))
-    made_for = r"made for torch.bfloat16 and HeadForm\(head_dim=64, group=2\)"
+    made_for = r"made for torch.bfloat16, HeadForm\(head_dim=64, group=2\) and pages of torch.bfloat16"
     with pytest.raises(TypeError, match=rf"{made_for} was given torch.float32, HeadForm\(head_dim=64, group=2\) and"):
         attention.prepare(step.batch)(step.queries, step.kv, step.options)
