@@ -11,6 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from sglang_jax.errors import EngineDeadError
 
+_SHUT_DOWN = "the engine was shut down"
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -39,18 +41,30 @@ class LoopThread:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
-        raise EngineDeadError("the engine was shut down")
+        raise EngineDeadError(_SHUT_DOWN)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine and returns its result. If the wait is interrupted, the coroutine is cancelled."""
+        """Runs a coroutine and returns its result. If the wait is interrupted, the coroutine is cancelled. Raises
+        `EngineDeadError` if `close` cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()
+        except concurrent.futures.CancelledError as error:
+            if self._closed:
+                raise EngineDeadError(_SHUT_DOWN) from error
+            raise
         finally:
             future.cancel()
 
     async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self.submit(coroutine))
+        """Like `run`, from another loop."""
+        future, task = self.submit(coroutine), asyncio.current_task()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError as error:
+            if self._closed and task is not None and not task.cancelling():
+                raise EngineDeadError(_SHUT_DOWN) from error
+            raise
 
     def iterate(self, groups: GroupSource[T]) -> Iterator[T]:
         """Yields the items of groups, at one thread switch per group. Leaving it early closes the groups."""

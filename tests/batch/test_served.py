@@ -15,6 +15,8 @@ from helpers.echo_server import EchoServer, serve_echo, wait_for
 from openai import APIStatusError, OpenAI
 from openai.types import Batch
 
+from sglang_jax.batch.served import service
+from sglang_jax.batch.served.record import BatchRecord, write_record
 from sglang_jax.batch.served.room import CallerRoom
 from sglang_jax.server.callers import Caller, TokenBucket
 from sglang_jax.server.file_store import LEAST_COUNTED
@@ -93,6 +95,22 @@ def test_conversations_of_other_apis(keyed: EchoServer, endpoint: str, body: dic
     if endpoint == "/v1/responses":  # the output file has it
         with pytest.raises(openai.NotFoundError):
             api.responses.retrieve(found["id"])
+
+
+def test_a_batch_that_has_ended_frees_its_input(
+    keyed: EchoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients see the end once it is on disk, here a slow one, and may delete the input at once."""
+
+    def write_slowly(record: BatchRecord, folder: Path) -> None:
+        if record.status.ended:
+            time.sleep(0.3)
+        write_record(record, folder)
+
+    monkeypatch.setattr(service, "write_record", write_slowly)
+    api = client(keyed)
+    batch = ended(api, start(api, [line(1)]))
+    assert api.files.delete(batch.input_file_id).deleted
 
 
 def test_the_example_of_openai(keyed: EchoServer, tmp_path: Path) -> None:

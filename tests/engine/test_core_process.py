@@ -328,6 +328,27 @@ def test_an_engine_that_is_interrupted_while_a_thread_loads_it_waits_for_the_thr
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
 
+@pytest.mark.parametrize("from_a_loop", [False, True])
+def test_what_a_closing_loop_cancels_is_an_error_of_the_engine(from_a_loop: bool) -> None:
+    """And not a cancellation, which the caller did not ask for."""
+    loop, running = LoopThread("closing"), threading.Event()
+
+    async def wait() -> None:
+        running.set()
+        await asyncio.Event().wait()
+
+    def close() -> None:
+        running.wait(30)
+        loop.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    run = (lambda: asyncio.run(loop.run_async(wait()))) if from_a_loop else (lambda: loop.run(wait()))
+    with pytest.raises(EngineDeadError, match="shut down"):
+        run()
+    closing.join()
+
+
 def test_errors_of_options_and_checkpoints_keep_their_type() -> None:
     """And do not arrive as a failure of the engine, under the name of their class."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]

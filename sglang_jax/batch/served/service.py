@@ -85,6 +85,14 @@ class Batch:
         async with self._saving:
             await asyncio.to_thread(write_record, self.record, self.folder)
 
+    async def end(self, **fields: Any) -> None:
+        """Changes the record on disk and then for clients: those who see the end may delete the input at once. Raises
+        `StorageError`."""
+        ended = msgspec.structs.replace(self.record, **fields)
+        async with self._saving:
+            await asyncio.to_thread(write_record, ended, self.folder)
+        self.record = ended
+
 
 class BatchService:
     """Runs the batches of a context's clients; see `sglang_jax.server.app.Service`. Raises `ConfigError` if those on
@@ -351,7 +359,7 @@ class BatchService:
             fields |= {"status": Status.EXPIRED}
         else:
             fields |= {"status": Status.COMPLETED, "completed_at": now}
-        await batch.change(**fields)
+        await batch.end(**fields)
 
     async def _sweep(self) -> None:
         while True:
