@@ -94,8 +94,8 @@ class LoopThread:
     def close(self) -> None:
         """Cancels what runs on the loop, and ends the thread."""
         with self._lock:
+            self._closed = True  # before anything is cancelled: see `run`
             last = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
-            self._closed = True
         last.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
