@@ -304,7 +304,9 @@ def _block_matrices(
     if not wants_blocks(config, checkpoint):
         return None
     if kernels.block_matrices is None:
-        refuse_blocks(config, "a CPU, numba, and activations in bfloat16 with avx512_bf16, or rounded to int8")
+        refuse_blocks(
+            config, checkpoint, "a CPU, numba, and activations in bfloat16 with avx512_bf16, or rounded to int8"
+        )
         return None
     if kernels.block_matrices.serves_all_rows:
         return kernels.block_matrices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -11,9 +12,11 @@ from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
-from sglang_jax.checkpoint.hf_quantization import StoredQuantization
+from sglang_jax.checkpoint.group_blocks import Scales
+from sglang_jax.checkpoint.grouped_tensors import GroupScheme
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
+from sglang_jax.checkpoint.stored_quantization import StoredQuantization
 from sglang_jax.errors import CheckpointError
 
 _POOL_SIZE = 1_048_573
@@ -72,6 +75,9 @@ class DummyReader:
         if name in self._routers:
             return None
         scheme = self._stored.scheme(name.removesuffix(_WEIGHT), "Embedding" if name == self._embedding else "Linear")
+        if isinstance(scheme, GroupScheme):
+            kind = replace(scheme, zeros=False).blocks(self.shape(name)[1], Scales.BFLOAT16)
+            return None if kind is None else Encoding(kind)
         return None if scheme is None else scheme.encoding
 
     def in_bfloat16(self, name: str) -> bool:
@@ -85,7 +91,7 @@ class DummyReader:
         if role is Role.INPUT_SCALE:
             return np.ones(len(range(*rows.indices(self.shape(name)[0]))), np.float32)
         found = Quantization(encoding).arrays(self.read(name, (rows,)), (role,))[role]
-        return found[:, columns] if role is Role.VALUES else found
+        return found[:, encoding.places(columns, self.shape(name)[1])] if role is Role.VALUES else found
 
     def _repeat(self, begin: int, count: int) -> Array:
         """`count` values of the repeated pool from `begin` on, by plain copies: 16 GB in seconds."""

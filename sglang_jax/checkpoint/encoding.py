@@ -9,7 +9,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.checkpoint.ggml_blocks import BlockType, unpacked
+from sglang_jax.checkpoint.ggml_blocks import BlockType
+from sglang_jax.checkpoint.group_blocks import GroupType
 from sglang_jax.checkpoint.reader import Array, Role
 
 
@@ -18,6 +19,10 @@ class ValueType(Enum):
 
     INT8 = "int8"
     FLOAT8_E4M3 = "float8_e4m3fn"
+
+
+AnyBlocks = BlockType | GroupType
+AnyValues = ValueType | AnyBlocks
 
 
 class ActivationScales(Enum):
@@ -35,27 +40,28 @@ class Encoding:
     """How a matrix `[out, in]`, or a stack `[experts, out, in]`, is stored.
 
     - `values`: 8-bit values, which are multiplied by a scale of their row: values have the shape of the matrix, scales
-      are `[out]` or `[experts, out]`. Or blocks, which include their scales: uint8 `[out, in / block, bytes]`.
-    - `block`: weights of a row in a block; None without blocks.
-    - `scales`: dtype of the scales.
+      are float32 `[out]` or `[experts, out]`. Or blocks, which include their scales: uint8 `[out, in / block, bytes]`.
     - `activations`: how the input is quantised. A stored input scale is float32 and repeated for each row, so that
       joined matrices keep theirs.
     """
 
-    values: ValueType | BlockType
-    block: int | None
-    scales: str
+    values: AnyValues
     activations: ActivationScales = ActivationScales.NONE
+
+    @property
+    def block(self) -> int | None:
+        """Weights of a row in a block; None without blocks."""
+        return None if isinstance(self.values, ValueType) else self.values.weights
 
     @property
     def value_type(self) -> ValueType:
         """The type of values with a scale per row. Raises `TypeError` for blocks."""
-        if isinstance(self.values, BlockType):
+        if not isinstance(self.values, ValueType):
             raise TypeError(f"{self.values.value} matrices are blocks")
         return self.values
 
     @property
-    def block_type(self) -> BlockType:
+    def block_type(self) -> AnyBlocks:
         """The type of blocks. Raises `TypeError` for values with a scale per row."""
         if isinstance(self.values, ValueType):
             raise TypeError(f"{self.values.value} matrices are without blocks")
@@ -63,16 +69,22 @@ class Encoding:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        if isinstance(self.values, BlockType):
+        if not isinstance(self.values, ValueType):
             return (Role.VALUES,)
         input_scale = (Role.INPUT_SCALE,) if self.activations is ActivationScales.TENSOR else ()
         return (Role.VALUES, Role.SCALES, *input_scale)
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes of a matrix with its scales, without input scales; `columns` must be whole blocks."""
-        if isinstance(self.values, BlockType):
+        if not isinstance(self.values, ValueType):
             return rows * (columns // self.values.weights) * self.values.nbytes
-        return rows * columns + rows * np.dtype(self.scales).itemsize
+        return rows * columns + rows * np.dtype(np.float32).itemsize
+
+    def places(self, columns: slice, width: int) -> slice:
+        """Where an array of values has some of the `width` columns, which are whole blocks."""
+        first, last, _ = columns.indices(width)
+        size = self.block or 1
+        return slice(first // size, last // size)
 
     def allows(self, columns: slice, width: int) -> bool:
         """Whether a slice of the `width` columns of a matrix consists of whole blocks."""
@@ -82,7 +94,7 @@ class Encoding:
         return not (first % self.block or last % self.block)
 
 
-BLOCKS = {kind: Encoding(kind, kind.weights, "float16") for kind in BlockType}
+BLOCKS = {kind: Encoding(kind) for kind in BlockType}
 """Encodings of GGUF files."""
 
 
@@ -104,7 +116,7 @@ class Stored:
         """Dequantises to float32, `[out, in]` or `[experts, out, in]`."""
         values = self.arrays[Role.VALUES]
         if self.encoding.block is not None:
-            blocks = unpacked(self.encoding.block_type, values.reshape(-1, *values.shape[-2:]))
+            blocks = self.encoding.block_type.unpack(values.reshape(-1, *values.shape[-2:]))
             return blocks.widened().reshape(self.shape)
         widened: NDArray[np.float32] = values.astype(np.float32)
         widened *= self.arrays[Role.SCALES].astype(np.float32)[..., None]

@@ -44,6 +44,10 @@ class BlockType(Enum):
         size: int = GGML_QUANT_SIZES[self.ggml][1]
         return size
 
+    def unpack(self, blocks: Array) -> Unpacked:
+        """Unpacks `[rows, columns / weights, bytes]`, uint8."""
+        return _UNPACK[self](blocks)
+
     @property
     def halves(self) -> tuple[int, ...]:
         """The bytes of a block where a float16 begins."""
@@ -60,9 +64,10 @@ WITH_EXACT_ACTIVATIONS = (BlockType.Q4_0, BlockType.Q4_1, BlockType.Q8_0)
 class Unpacked:
     """Weights `scale * (level - zero) + offset` of a matrix `[rows, columns]`.
 
-    - `levels`: `[rows, columns / 32, 32]`, uint8, or int8 in Q8_0.
+    - `levels`: `[rows, columns / 32, 32]`, uint8; int8 for 8 bits.
     - `scales`: `[rows, columns / 32]`, or `/ 16` in Q6_K; `offsets`: of the same shape; None for none. Both are
-      float16; or int8, and multiplied by `factors`. Values with a scale per row have float32 `[rows, 1]`.
+      float16; or int8, and multiplied by `factors`. Values with a scale per row have float32 `[rows, 1]`, and groups
+      of 32, 64 or 128 float32 `[rows, groups]`.
     - `factors`: float16 `[rows, columns / 256, 2]`, of scales and of offsets, without offsets `[..., 1]`; or None.
     """
 
@@ -90,11 +95,6 @@ class Unpacked:
         factors = self.factors[..., which].astype(np.float32)
         by_block = numbers.reshape(*factors.shape, -1) * factors[..., None]
         return by_block.reshape(numbers.shape)
-
-
-def unpacked(kind: BlockType, blocks: Array) -> Unpacked:
-    """Unpacks `[rows, columns / weights, bytes]`, uint8."""
-    return _UNPACK[kind](blocks)
 
 
 def _halves(blocks: Array, first: int, count: int = 1) -> NDArray[np.float16]:

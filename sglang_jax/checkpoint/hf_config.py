@@ -11,13 +11,9 @@ from typing import Any
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named, family_of_hf
-from sglang_jax.checkpoint.hf_quantization import (
-    MODELOPT_FILE,
-    StoredQuantization,
-    kv_scales_made_for,
-    read_quantization,
-)
+from sglang_jax.checkpoint.hf_quantization import MODELOPT_FILE, kv_scales_made_for, read_quantization
 from sglang_jax.checkpoint.hf_unknown_fields import check_unread, unknown_family
+from sglang_jax.checkpoint.stored_quantization import StoredQuantization
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults

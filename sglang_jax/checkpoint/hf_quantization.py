@@ -1,21 +1,25 @@
 """Reads how a Hugging Face folder quantises weights, keys and values: from `quantization_config` of config.json, or
 from hf_quant_config.json.
 
-Supported formats: compressed-tensors (as llm-compressor writes it) and ModelOpt's FP8. Both store weights in 8 bits
-with a scale per row or per matrix.
+Supported formats: compressed-tensors (as llm-compressor writes it) with scales per row, matrix, group or block;
+ModelOpt's FP8; and those of `hf_group_quantization`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn
-
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
-from sglang_jax.checkpoint.layer_patterns import NO_LAYERS, LayerPatterns, compiled, is_pattern, wildcards
+from sglang_jax.checkpoint.group_blocks import Levels
+from sglang_jax.checkpoint.grouped_tensors import GroupLayout, GroupScheme
+from sglang_jax.checkpoint.hf_group_quantization import LEVELS, awq, float8, gptq
+from sglang_jax.checkpoint.layer_patterns import LayerPatterns, compiled, is_pattern, wildcards
+from sglang_jax.checkpoint.stored_quantization import (
+    AnyScheme,
+    Scheme,
+    StoredQuantization,
+    refuse,
+    refuse_method,
+)
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError, quote
 
@@ -24,58 +28,16 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 _FIELD = "quantization_config"
 _COMPRESSED, _MODELOPT = "compressed-tensors", "modelopt"
+_METHODS = {"gptq": gptq, "awq": awq, "fp8": float8}
 _KV_TYPES = {("float", 8): KVCacheDtype.FLOAT8_E4M3, ("int", 8): KVCacheDtype.INT8}
 _VALUE_TYPES = {"float": ValueType.FLOAT8_E4M3, "int": ValueType.INT8}
 _PACKED = "pack-quantized"
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
+_ORDERS: dict[object, bool] = {None: True, False: True, "weight": True, "static": True, "group": False, True: False}
+"""Values of `actorder`, and whether the inputs of a group are neighbours."""
+
 _STATES = (None, "compressed", "frozen")
 """Early versions of llm-compressor wrote `frozen` for the same files."""
-
-_INSTEAD = (
-    "give a checkpoint in bfloat16, float16 or float32, one of 8 bits with scales per row or per matrix "
-    "(compressed-tensors, or ModelOpt's FP8), or a GGUF file"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How the weights of some layers are stored.
-
-    - `per_row`: one scale per row; otherwise one per matrix.
-    - `packed`: four values per 32-bit word (see `QuantizedReader`).
-    """
-
-    encoding: Encoding
-    per_row: bool
-    packed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StoredQuantization:
-    """Which layers of a folder are quantised, and how.
-
-    - `file`: the source of this information.
-    - `targets`: schemes by layer name or torch class; None for plain weights. Layer names take precedence over
-      patterns, and patterns over classes.
-    - `patterns`: schemes by pattern; the first match counts.
-    - `ignored`: layers that are plain in any case.
-    """
-
-    file: Path
-    targets: Mapping[str, Scheme | None]
-    patterns: tuple[tuple[re.Pattern[str], Scheme | None], ...] = ()
-    ignored: LayerPatterns = NO_LAYERS
-
-    def scheme(self, layer: str, layer_class: str) -> Scheme | None:
-        """The scheme of a layer such as `model.layers.0.mlp.up_proj`, of a class such as `Linear`; None if plain."""
-        if self.ignored.match(layer, layer_class):
-            return None
-        if layer in self.targets:
-            return self.targets[layer]
-        for pattern, scheme in self.patterns:
-            if pattern.match(layer):
-                return scheme
-        return self.targets.get(layer_class)
 
 
 def read_quantization(fields: JsonFields, beside: JsonFields | None = None) -> StoredQuantization | None:
@@ -86,14 +48,16 @@ def read_quantization(fields: JsonFields, beside: JsonFields | None = None) -> S
         quantization = None if beside is None else beside.nested("quantization")
         return None if quantization is None else _modelopt(quantization)
     if not isinstance(given, dict):
-        _refuse_method(fields, given)
+        refuse_method(fields, given)
     quantization = JsonFields(given, fields.file, f"{_FIELD}.")
     method = quantization.value("quant_method")
     if method == _COMPRESSED:
         return _compressed_tensors(quantization)
     if method == _MODELOPT:
         return _modelopt(quantization.nested("quantization") or quantization)
-    _refuse_method(fields, method)
+    if method in _METHODS:
+        return _METHODS[method](quantization)
+    refuse_method(fields, method)
 
 
 def kv_scales_made_for(fields: JsonFields, beside: JsonFields | None = None) -> KVCacheDtype | None:
@@ -132,21 +96,10 @@ def _modelopt_kv_type(quantization: JsonFields) -> KVCacheDtype | None:
     return types[algorithm.upper()]
 
 
-def _refuse_method(fields: JsonFields, method: object) -> NoReturn:
-    raise CheckpointError(f"{fields.file}: weights quantised by {quote(method)} are not supported; {_INSTEAD}")
-
-
-def _refuse(fields: JsonFields, name: str, supported: str) -> NoReturn:
-    raise CheckpointError(
-        f"{fields.file}: {fields.within}{name} {quote(fields.value(name))} of quantised weights is not supported; "
-        f"supported: {supported}; {_INSTEAD}"
-    )
-
-
 def _compressed_tensors(quantization: JsonFields) -> StoredQuantization | None:
     """Reads `config_groups`. Groups without `weights` only describe keys and values."""
     groups = quantization.nested("config_groups")
-    targets: dict[str, Scheme | None] = {}
+    targets: dict[str, AnyScheme | None] = {}
     for name in () if groups is None else groups.values:
         group = None if groups is None else groups.nested(name)
         if group is not None:
@@ -154,14 +107,14 @@ def _compressed_tensors(quantization: JsonFields) -> StoredQuantization | None:
             targets |= dict.fromkeys(group.strings("targets") or (), scheme)
     sparsity = quantization.nested("sparsity_config")
     if sparsity is not None and sparsity.values and sparsity.string("format") != "dense":
-        _refuse(sparsity, "format", "dense")
+        refuse(sparsity, "format", "dense")
     for other in ("transform_config", "moe_sparsity_config"):
         if quantization.value(other):
-            _refuse(quantization, other, "none")
+            refuse(quantization, other, "none")
     if not any(targets.values()):
         return None
     if quantization.string("quantization_status") not in _STATES:
-        _refuse(quantization, "quantization_status", " or ".join(_STATES[1:]))
+        refuse(quantization, "quantization_status", " or ".join(_STATES[1:]))
     ignored = quantization.strings("ignore") or ()
     patterns = compiled(quantization, "config_groups", sorted(targets))
     return StoredQuantization(
@@ -175,61 +128,95 @@ def _compressed_tensors(quantization: JsonFields) -> StoredQuantization | None:
     )
 
 
-def _scheme(quantization: JsonFields, group: JsonFields) -> Scheme:
+def _scheme(quantization: JsonFields, group: JsonFields) -> AnyScheme:
     of_group = group.string("format")
     packing = of_group or quantization.string("format")
     if packing not in _FORMATS:
-        _refuse(group if of_group else quantization, "format", ", ".join(_FORMATS))
+        refuse(group if of_group else quantization, "format", ", ".join(_FORMATS))
     if group.value("output_activations") is not None:
-        _refuse(group, "output_activations", "none")
+        refuse(group, "output_activations", "none")
     weights = group.nested("weights")
     assert weights is not None
+    if weights.value("dynamic"):
+        refuse(weights, "dynamic", "false")
+    strategy, inputs = _strategy(weights), group.nested("input_activations")
+    bits, symmetric = weights.integer("num_bits") or 8, weights.boolean("symmetric") is not False
+    if strategy in ("group", "block") or (strategy == "channel" and (bits != 8 or not symmetric)):
+        return _group_scheme(weights, strategy, inputs, packed=packing == _PACKED)
     values = _value_type(weights)
     if packing == _PACKED and values is not ValueType.INT8:
-        _refuse(weights, "type", f"int, where the format is {_PACKED}")
-    if weights.value("dynamic"):
-        _refuse(weights, "dynamic", "false")
-    strategy = _strategy(weights)
+        refuse(weights, "type", f"int, where the format is {_PACKED}")
     if strategy not in ("tensor", "channel"):
-        _refuse(weights, "strategy", "channel (a scale for each row) and tensor (one scale)")
-    inputs = group.nested("input_activations")
+        refuse(weights, "strategy", "channel (a scale for each row), group, block, and tensor (one scale)")
     activations = ActivationScales.NONE if inputs is None else _activations(inputs, weights)
-    encoding = Encoding(values, None, "float32", activations=activations)
-    return Scheme(encoding, strategy == "channel", packing == _PACKED)
+    return Scheme(Encoding(values, activations=activations), strategy == "channel", packing == _PACKED)
+
+
+def _group_scheme(weights: JsonFields, strategy: str, inputs: JsonFields | None, *, packed: bool) -> GroupScheme:
+    """Products do not round inputs for weights in groups; scales of inputs that are computed need not be stored."""
+    if inputs is not None and not inputs.value("dynamic"):
+        refuse(inputs, "dynamic", "true, where weights are in groups")
+    kind, bits = weights.string("type") or "int", weights.integer("num_bits") or 8
+    if kind == "float" and (bits != 8 or packed):
+        refuse(weights, "num_bits", "8, of values of the type float that are not packed")
+    if kind not in _VALUE_TYPES:
+        refuse(weights, "type", ", ".join(_VALUE_TYPES))
+    if bits not in LEVELS:
+        refuse(weights, "num_bits", "4, 8")
+    if bits == 4 and not packed:
+        refuse(weights, "num_bits", "8, of values that are not packed")
+    levels = Levels.FLOAT8_E4M3 if kind == "float" else LEVELS[bits]
+    zeros = weights.boolean("symmetric") is False
+    if zeros and kind == "float":
+        refuse(weights, "symmetric", "true, for values of the type float")
+    if strategy == "block":
+        structure = weights.integers("block_structure") or ()
+        if len(structure) != 2 or structure[0] != structure[1] or structure[0] <= 0 or kind != "float" or zeros:
+            refuse(weights, "block_structure", "two equal numbers, for values of the type float")
+        return GroupScheme(GroupLayout.FLOAT8, levels, structure[0], zeros=False)
+    size = weights.integer("group_size") if strategy == "group" else None
+    if strategy == "group" and (size is None or size <= 0):
+        refuse(weights, "group_size", "a positive number, where the strategy is group")
+    order = weights.value("actorder")
+    if not isinstance(order, str | bool | None) or order not in _ORDERS:
+        refuse(weights, "actorder", ", ".join(map(str, _ORDERS)))
+    return GroupScheme(GroupLayout.COMPRESSED, levels, size, zeros, packed=packed, ordered=_ORDERS[order])
 
 
 def _value_type(numbers: JsonFields) -> ValueType:
     kind = numbers.string("type") or "int"
     if kind not in _VALUE_TYPES:
-        _refuse(numbers, "type", ", ".join(_VALUE_TYPES))
+        refuse(numbers, "type", ", ".join(_VALUE_TYPES))
     if numbers.integer("num_bits") not in (None, 8):
-        _refuse(numbers, "num_bits", "8")
+        refuse(numbers, "num_bits", "8")
     if numbers.boolean("symmetric") is False:
-        _refuse(numbers, "symmetric", "true (without zero points)")
+        refuse(numbers, "symmetric", "true (without zero points)")
     return _VALUE_TYPES[kind]
 
 
 def _strategy(numbers: JsonFields) -> str:
-    """What shares a scale; files may leave it out if it follows from `group_size`."""
-    size = numbers.integer("group_size")
-    if size is not None and size > 0:
-        _refuse(numbers, "group_size", "none (scales per row or per matrix)")
+    """What shares a scale; files may leave it out if it follows from `group_size` or `block_structure`."""
+    strategy, size = numbers.string("strategy"), numbers.integer("group_size")
+    if strategy is not None:
+        return strategy
     if numbers.value("block_structure") is not None:
-        _refuse(numbers, "block_structure", "none (scales per row or per matrix)")
-    return numbers.string("strategy") or ("tensor" if size is None else "channel")
+        return "block"
+    if size is None:
+        return "tensor"
+    return "group" if size > 0 else "channel"
 
 
 def _activations(inputs: JsonFields, weights: JsonFields) -> ActivationScales:
     if _value_type(inputs) is not _value_type(weights):
-        _refuse(inputs, "type", f"that of the weights, {weights.string('type') or 'int'}")
+        refuse(inputs, "type", f"that of the weights, {weights.string('type') or 'int'}")
     if inputs.value("dynamic") not in (None, True, False):
-        _refuse(inputs, "dynamic", "true or false")
+        refuse(inputs, "dynamic", "true or false")
     if inputs.value("dynamic"):
         if _strategy(inputs) != "token":
-            _refuse(inputs, "strategy", "token, where dynamic is true")
+            refuse(inputs, "strategy", "token, where dynamic is true")
         return ActivationScales.TOKEN
     if _strategy(inputs) != "tensor":
-        _refuse(inputs, "strategy", "tensor, where dynamic is false")
+        refuse(inputs, "strategy", "tensor, where dynamic is false")
     return ActivationScales.TENSOR
 
 
@@ -239,9 +226,9 @@ def _modelopt(quantization: JsonFields) -> StoredQuantization | None:
     if algorithm is None:
         return None
     if algorithm.upper() != "FP8":
-        _refuse(quantization, "quant_algo", "FP8")
+        refuse(quantization, "quant_algo", "FP8")
     # The first is in ModelOpt's file, the second in config.json.
     field = "exclude_modules" if quantization.value("exclude_modules") is not None else "ignore"
-    encoding = Encoding(ValueType.FLOAT8_E4M3, None, "float32", activations=ActivationScales.TENSOR)
+    encoding = Encoding(ValueType.FLOAT8_E4M3, activations=ActivationScales.TENSOR)
     linear = Scheme(encoding, per_row=False)
     return StoredQuantization(quantization.file, {"Linear": linear}, ignored=wildcards(quantization, field))

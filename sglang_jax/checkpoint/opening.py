@@ -13,6 +13,7 @@ from sglang_jax.checkpoint.end_tokens import end_token_ids
 from sglang_jax.checkpoint.gguf_config import gguf_generation_defaults, gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
+from sglang_jax.checkpoint.group_reader import GroupReader, find_groups, tensors_of_groups
 from sglang_jax.checkpoint.hf_config import (
     load_generation_defaults,
     load_hf_config,
@@ -26,6 +27,7 @@ from sglang_jax.checkpoint.quantized_reader import QuantizedReader
 from sglang_jax.checkpoint.reader import TensorReader, TensorsInMemory
 from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
+from sglang_jax.checkpoint.stored_quantization import StoredQuantization
 from sglang_jax.checkpoint.tensors import check_tensors
 from sglang_jax.checkpoint.tied_head import as_tied_in_file
 from sglang_jax.checkpoint.transformers_config import load_transformers_config
@@ -145,10 +147,16 @@ def _open(
         reader = DummyReader(config, seed, quantization)
     else:
         files = SafetensorsReader(source.path, source.remote)
-        reader = files if quantization is None else QuantizedReader(files, quantization, config)
+        reader = files if quantization is None else _quantized(files, quantization, config)
         config = as_tied_in_file(config, reader)
     check_tensors(reader, config)
     return Checkpoint(source, config, reader, defaults)
+
+
+def _quantized(files: SafetensorsReader, quantization: StoredQuantization, config: ModelConfig) -> TensorReader:
+    grouped = find_groups(files, quantization, config)
+    others = QuantizedReader(files.without(tensors_of_groups(grouped)), quantization, config)
+    return GroupReader(others, grouped) if grouped else others
 
 
 def _open_for_transformers(source: ModelSource, dummy: bool, *, demo: bool) -> Checkpoint:

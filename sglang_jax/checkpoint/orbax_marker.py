@@ -63,9 +63,7 @@ def read_orbax_encodings(folder: Path, config: ModelConfig) -> dict[ParameterNam
     found: dict[ParameterName, Encoding] = {}
     try:
         for group in json.loads(path.read_bytes()).get(ENCODINGS, ()):
-            encoding = Encoding(
-                ValueType(group["values"]), None, "float32", activations=ActivationScales(group["activations"])
-            )
+            encoding = Encoding(ValueType(group["values"]), activations=ActivationScales(group["activations"]))
             for part, layer in group["matrices"]:
                 name = ParameterName(Part(part), layer=layer)
                 if name not in specs:

@@ -128,7 +128,10 @@ class ParameterReader:
         except ValueError as error:
             raise CheckpointError(f"{spec.tensor}: {error}: remove --quantization") from error
         if Role.VALUES in found:
-            found[Role.VALUES] = found[Role.VALUES][..., whole_index(spec.shape, index)[-1]]
+            columns = whole_index(spec.shape, index)[-1]
+            places = self._quantization.encoding.places(columns, spec.shape[-1])
+            values = found[Role.VALUES]
+            found[Role.VALUES] = values[..., places, :] if self._quantization.encoding.block else values[..., places]
         return found
 
     def _stored_array(self, spec: ParameterSpec, role: Role, index: Index | None) -> Array:

@@ -20,9 +20,9 @@ from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, Stored, ValueType
-from sglang_jax.checkpoint.hf_quantization import Scheme, StoredQuantization
 from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
+from sglang_jax.checkpoint.stored_quantization import Scheme, StoredQuantization
 from sglang_jax.checkpoint.tensors import expected_tensors, listed, mtp_prefixes
 from sglang_jax.errors import CheckpointError
 
@@ -62,7 +62,7 @@ class QuantizedReader:
                 scheme = quantization.scheme(name.removesuffix(_WEIGHT), "Embedding" if name == embedding else "Linear")
                 # Some versions of the tools count a router as a linear layer, and others do not.
                 plain = name not in self._packed and reader.is_plain(name)
-                if scheme is not None and not (plain and name in routers):
+                if isinstance(scheme, Scheme) and not (plain and name in routers):
                     self._schemes[name] = scheme
         mtp = mtp_prefixes(config)
         checked = [name for name in self._stored if not name.startswith(mtp)]

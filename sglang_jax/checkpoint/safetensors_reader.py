@@ -6,8 +6,9 @@ Format: 8 bytes of header length, a JSON header with dtype, shape and byte range
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -111,6 +112,18 @@ class SafetensorsReader(PlainReader):
     def is_plain(self, name: str) -> bool:
         """Whether `read` can read a tensor. Raises `CheckpointError` if it is missing."""
         return self._tensor(name).dtype in _DTYPES
+
+    def stored_as(self, name: str) -> str:
+        """The name of a tensor's dtype: numpy's, or that of the format if no method reads it."""
+        tensor = self._tensor(name)
+        dtype = _DTYPES.get(tensor.dtype, _RAW.get(tensor.dtype))
+        return tensor.dtype if dtype is None else dtype.name
+
+    def without(self, names: Collection[str]) -> SafetensorsReader:
+        """The same files without some tensors."""
+        other = copy.copy(self)
+        other._tensors = {name: tensor for name, tensor in self._tensors.items() if name not in names}
+        return other
 
     def raw_dtype(self, name: str) -> np.dtype | None:
         """The dtype of `read_raw`: int8, `ml_dtypes.float8_e4m3fn`, int32 or int64; None if it cannot read the

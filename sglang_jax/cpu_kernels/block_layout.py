@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
-from sglang_jax.checkpoint.ggml_blocks import BLOCK, WITH_EXACT_ACTIVATIONS, BlockType, Unpacked, unpacked
+from sglang_jax.checkpoint.encoding import AnyValues, Encoding, Stored
+from sglang_jax.checkpoint.ggml_blocks import BLOCK, WITH_EXACT_ACTIVATIONS, BlockType, Unpacked
+from sglang_jax.checkpoint.group_blocks import GroupType
 from sglang_jax.checkpoint.reader import Array, Role
 from sglang_jax.errors import CheckpointError
 
@@ -43,7 +44,7 @@ def blocks_of(stored: Stored) -> Unpacked:
     if stored.encoding.block is None:
         values = stored.arrays[Role.VALUES]
         return Unpacked(values.reshape(len(values), -1, BLOCK), 0, stored.arrays[Role.SCALES][:, None])
-    return unpacked(stored.encoding.block_type, stored.arrays[Role.VALUES])
+    return stored.encoding.block_type.unpack(stored.arrays[Role.VALUES])
 
 
 def pack(stored: Stored) -> PackedBlocks:
@@ -69,11 +70,20 @@ def random_blocks(encoding: Encoding, outputs: int, inputs: int) -> Stored:
         )
     kind = encoding.block_type
     random, shape = np.random.default_rng(0), (outputs, -(-inputs // kind.weights))
+    if isinstance(kind, GroupType):
+        return Stored(encoding, {Role.VALUES: _random_groups(kind, shape, random)})
     values = random.integers(0, 256, (*shape, kind.nbytes), dtype=np.uint8)
     for first in kind.halves:
         halves = (random.standard_normal(shape) / _SPREAD[kind]).astype(np.float16)
         values[..., first : first + 2] = halves[..., None].view(np.uint8)
     return Stored(encoding, {Role.VALUES: values})
+
+
+def _random_groups(kind: GroupType, shape: tuple[int, int], random: np.random.Generator) -> Array:
+    low, high = (0, 16) if kind.levels.bits == 4 else (-127, 128)
+    levels = random.integers(low, high, (shape[0], shape[1] * kind.weights)).astype(kind.levels.dtype)
+    zeros = random.integers(low, high, shape).astype(kind.levels.dtype) if kind.zeros else None
+    return kind.join(levels, random.standard_normal(shape) / (high - low), zeros)
 
 
 _SPREAD = {
@@ -106,7 +116,7 @@ class BlockForm:
     """A kind of products with matrices in blocks, and their layout.
 
     - `outputs`: rows of the matrix in a tile. `tiles`: tiles in a work item.
-    - `types`: types of blocks for which there are kernels.
+    - `serves`: whether there is a kernel for a type of matrices.
     - `pack`: converts blocks of a multiple of `outputs` rows. `shapes`: of the result, by encoding, tiles, and inputs
       divided by 32.
     - `scratch_floats`: float32 words of scratch of each thread, by the number of inputs.
@@ -117,7 +127,7 @@ class BlockForm:
     name: str
     outputs: int
     tiles: int
-    types: frozenset[BlockType | ValueType]
+    serves: Callable[[AnyValues], bool]
     pack: Callable[[Stored], PackedBlocks]
     shapes: Callable[[Encoding, int, int], PackedShapes]
     scratch_floats: Callable[[int], int]
@@ -172,7 +182,7 @@ EXACT = BlockForm(
     "exact",
     OUTPUTS,
     TILES,
-    frozenset(WITH_EXACT_ACTIVATIONS),
+    WITH_EXACT_ACTIVATIONS.__contains__,
     pack,
     _exact_shapes,
     scratch_floats,

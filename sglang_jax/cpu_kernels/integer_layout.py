@@ -12,8 +12,9 @@ from functools import partial
 
 import numpy as np
 
-from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
+from sglang_jax.checkpoint.encoding import AnyValues, Encoding, Stored, ValueType
 from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType, Unpacked
+from sglang_jax.checkpoint.group_blocks import SIZES, GroupType, Levels
 from sglang_jax.checkpoint.reader import Array
 from sglang_jax.cpu_kernels.block_layout import LARGEST, BlockForm, PackedBlocks, PackedShapes, blocks_of
 from sglang_jax.runner.this_machine import cpu_cores
@@ -37,10 +38,10 @@ class LevelKind:
 
     - `bits`: of a level: 4, 5, 6 or 8, which are signed.
     - `zero`: is subtracted from levels.
-    - `group`: inputs that share a scale, 16 or 32; None if all of a row share one, in float32.
-    - `offsets`: whether blocks have offsets.
-    - `factors`: whether scales and offsets are int8, multiplied by float16 factors of 256 inputs; otherwise they are
-      float16.
+    - `group`: inputs that share a scale, 16, 32, 64 or 128; None if all of a row share one.
+    - `offsets`: whether groups have offsets.
+    - `factors`: whether scales and offsets are int8, multiplied by float16 factors of 256 inputs.
+    - `wide`: whether scales and offsets are float32; they are float16 without this and `factors`.
     """
 
     bits: int
@@ -48,6 +49,7 @@ class LevelKind:
     group: int | None = BLOCK
     offsets: bool = False
     factors: bool = False
+    wide: bool = False
 
     @property
     def numbers(self) -> int:
@@ -61,26 +63,24 @@ class LevelKind:
     @property
     def parts(self) -> int:
         """Parts of 32 inputs with a scale each."""
-        return BLOCK // (self.group or BLOCK)
+        return 2 if self.group == BLOCK // 2 else 1
 
     @property
     def blocks_with_scales(self) -> int:
         """Blocks of 32 whose scales are together; 0 for all of a row."""
         if self.group is None:
             return 0
-        return SUPER_BLOCK if self.factors else 1
+        return SUPER_BLOCK if self.factors else max(self.group // BLOCK, 1)
 
     def scale_bytes(self, outputs: int) -> int:
         """Bytes of the scales of these blocks of a tile."""
-        if self.group is None:
-            return outputs * 4
         if self.factors:
             return outputs * self.numbers * (2 + SUPER_BLOCK * self.parts)
-        return outputs * self.numbers * 2
+        return outputs * self.numbers * (4 if self.wide else 2)
 
 
-KINDS: dict[BlockType | ValueType, LevelKind] = {
-    ValueType.INT8: LevelKind(8, group=None),
+KINDS: dict[AnyValues, LevelKind] = {
+    ValueType.INT8: LevelKind(8, group=None, wide=True),
     BlockType.Q4_0: LevelKind(4, zero=8),
     BlockType.Q4_1: LevelKind(4, offsets=True),
     BlockType.Q5_0: LevelKind(5, zero=16),
@@ -92,8 +92,28 @@ KINDS: dict[BlockType | ValueType, LevelKind] = {
 }
 
 
-def kind_of(encoding: Encoding) -> LevelKind:
-    return KINDS[encoding.values]
+def _of_groups(levels: Levels, group: int, zeros: bool) -> LevelKind:
+    return LevelKind(levels.bits, 0 if zeros else levels.zero, group, offsets=zeros, wide=True)
+
+
+_INTEGERS = (Levels.INT4, Levels.INT8)
+
+ALL_KINDS = (
+    *KINDS.values(),
+    *(_of_groups(levels, group, zeros) for levels in _INTEGERS for group in SIZES for zeros in (False, True)),
+)
+"""By the numbers that kernels have as constants."""
+
+
+def has_kind(values: AnyValues) -> bool:
+    """Whether integer products read matrices of a type."""
+    return values.levels in _INTEGERS if isinstance(values, GroupType) else values in KINDS
+
+
+def kind_of(values: AnyValues) -> LevelKind:
+    if isinstance(values, GroupType):
+        return _of_groups(values.levels, values.weights, values.zeros)
+    return KINDS[values]
 
 
 def pack_for_integers(stored: Stored, *, outputs: int, zero: int) -> PackedBlocks:
@@ -103,11 +123,11 @@ def pack_for_integers(stored: Stored, *, outputs: int, zero: int) -> PackedBlock
     `zero` is added. Else its first four entries have the low four bits of two groups each, in both halves of a byte;
     the next one has the fifth bits, bit i that of group i, or the next two the upper two bits of four groups each.
 
-    Scales: float16 `[tiles, blocks of 32, 1 or 2, outputs]`, offsets behind scales; float32 `[tiles, 1, 1, outputs]` if
-    all of a row share one. If there are factors, uint8
-    `[tiles, blocks of 256, bytes]`: factors, float16 `[1 or 2, outputs]`, then int8 `[8 or 16, 1 or 2, outputs]`.
+    Scales: float16, or float32 if they are wide, `[tiles, groups, 1 or 2, outputs]`, offsets behind scales. If there
+    are factors, uint8 `[tiles, blocks of 256, bytes]`: factors, float16 `[1 or 2, outputs]`, then int8 `[8 or 16, 1 or
+    2, outputs]`.
     """
-    kind, (rows, inputs) = kind_of(stored.encoding), stored.shape
+    kind, (rows, inputs) = kind_of(stored.encoding.values), stored.shape
     shapes = _shapes(stored.encoding, rows // outputs, inputs // BLOCK, outputs=outputs)
     levels, scales = (np.empty(*each) for each in shapes)
     words = levels.view(np.uint32)[..., 0]
@@ -181,13 +201,12 @@ def scratch_floats(inputs: int, *, outputs: int) -> int:
 
 
 def _shapes(encoding: Encoding, tiles: int, blocks: int, *, outputs: int) -> PackedShapes:
-    kind = kind_of(encoding)
+    kind = kind_of(encoding.values)
     levels = (tiles, blocks, kind.bits, outputs, 4), np.dtype(np.uint8)
-    if kind.group is None:
-        return levels, ((tiles, 1, 1, outputs), np.dtype(np.float32))
+    groups = blocks // kind.blocks_with_scales if kind.blocks_with_scales else 1
     if kind.factors:
-        return levels, ((tiles, blocks // SUPER_BLOCK, kind.scale_bytes(outputs)), np.dtype(np.uint8))
-    return levels, ((tiles, blocks, kind.numbers, outputs), np.dtype(np.float16))
+        return levels, ((tiles, groups, kind.scale_bytes(outputs)), np.dtype(np.uint8))
+    return levels, ((tiles, groups, kind.numbers, outputs), np.dtype(np.float32 if kind.wide else np.float16))
 
 
 def _form(name: str, outputs: int, zero: int) -> BlockForm:
@@ -195,7 +214,7 @@ def _form(name: str, outputs: int, zero: int) -> BlockForm:
         name,
         outputs,
         OUTPUTS_OF_ITEM // outputs,
-        frozenset(KINDS),
+        has_kind,
         partial(pack_for_integers, outputs=outputs, zero=zero),
         partial(_shapes, outputs=outputs),
         partial(scratch_floats, outputs=outputs),

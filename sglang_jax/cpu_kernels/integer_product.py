@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from sglang_jax.checkpoint.encoding import ValueType
-from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType
+from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.cpu_kernels.block_layout import LARGEST
 from sglang_jax.cpu_kernels.block_product import part, rows_of_item, write_tile
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from sglang_jax.cpu_kernels.integer_layout import KINDS, OF_BLOCK
-from sglang_jax.cpu_kernels.integer_tiles import TYPES, multiply_integers, round_row
+from sglang_jax.cpu_kernels.integer_layout import ALL_KINDS, OF_BLOCK, LevelKind
+from sglang_jax.cpu_kernels.integer_tiles import multiply_integers, round_row
 from sglang_jax.cpu_kernels.language import take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 
 def build_integer_product(
-    compiler: KernelCompiler, unit: int, block_type: BlockType | ValueType, gated: bool, width: int, output_width: int
+    compiler: KernelCompiler, unit: int, kind: LevelKind, gated: bool, width: int, output_width: int
 ) -> CompiledKernel:
-    """Builds the kernel for instructions `byte_units.UNITS[unit]`, blocks of a type, or
-    values with a scale per row, activations and bias of `width`
-    bytes, 2 for bfloat16 and 4 for float32, and outputs of `output_width`. See
-    `block_product.build_block_product`, whose fields this takes. Each thread rounds the rows of its items."""
+    """Builds the kernel for instructions `byte_units.UNITS[unit]`, matrices of a kind, activations and bias of `width`
+    bytes, 2 for bfloat16 and 4 for float32, and outputs of `output_width`. See `block_product.build_block_product`,
+    whose fields this takes. Each thread rounds the rows of its items."""
     size, tiles_of_item = UNITS[unit].form.outputs, UNITS[unit].form.tiles
     many, few, one = UNITS[unit].rows
-    kind, number = KINDS[block_type], TYPES.index(block_type)
+    number = ALL_KINDS.index(kind)
     level_bytes, scale_bytes, with_scales = kind.level_bytes(size), kind.scale_bytes(size), kind.blocks_with_scales
     halves = 2 if gated else 1
 

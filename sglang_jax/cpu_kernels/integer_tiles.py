@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.cpu_kernels.byte_units import UNITS, ByteUnit
-from sglang_jax.cpu_kernels.integer_layout import KINDS, OF_BLOCK, SUPER_BLOCK, LevelKind
+from sglang_jax.cpu_kernels.integer_layout import ALL_KINDS, OF_BLOCK, SUPER_BLOCK, LevelKind
 from sglang_jax.cpu_kernels.vectors import (
     DOUBLE_WORDS,
     F16,
@@ -38,20 +38,17 @@ LARGEST = 127.0
 _AHEAD = 4096
 """Bytes of quantised values that are prefetched."""
 
-TYPES = tuple(KINDS)
-"""Types of matrices by the numbers that kernels have as constants."""
-
 
 @intrinsic(prefer_literal=True)
-def round_row(typing, unit, block_type, width, x, blocks, integers, scales):
+def round_row(typing, unit, number, width, x, blocks, integers, scales):
     """Rounds a row of bfloat16 or float32, `width` bytes each, to int8 `integers [blocks, 32]`, and writes `scales
     [blocks, 4]`: float32, the scale and the scale times the sum of the integers, both NaN for a block with NaN or
     infinity; int32, that sum times the negative zero of the levels, of the block or of each half, as they share scales.
-    Constants: `unit`, an index of `byte_units.UNITS`; `block_type`, one of `TYPES`; `width`."""
+    Constants: `unit`, an index of `byte_units.UNITS`; `number`, an index of `ALL_KINDS`; `width`."""
 
-    if not all(isinstance(each, types.IntegerLiteral) for each in (unit, block_type, width)):
+    if not all(isinstance(each, types.IntegerLiteral) for each in (unit, number, width)):
         return None
-    size, kind = width.literal_value, KINDS[TYPES[block_type.literal_value]]
+    size, kind = width.literal_value, ALL_KINDS[number.literal_value]
     level_zero = _zero(UNITS[unit.literal_value], kind)
 
     def generate(context, builder, signature, values):
@@ -92,7 +89,7 @@ def round_row(typing, unit, block_type, width, x, blocks, integers, scales):
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(unit, block_type, width, address, address, address, address), generate
+    return types.void(unit, number, width, address, address, address, address), generate
 
 
 def _zero(unit: ByteUnit, kind: LevelKind) -> int:
@@ -109,16 +106,16 @@ def _sixteen(builder, width, address):
 
 
 @intrinsic(prefer_literal=True)
-def multiply_integers(typing, unit, block_type, rows, integers, scales_of_rows, levels, scales, blocks, sums):
+def multiply_integers(typing, unit, number, rows, integers, scales_of_rows, levels, scales, blocks, sums):
     """Writes the products of `rows` rows with a tile to float32 `sums [rows, outputs]`.
 
-    Constants: `unit`, an index of `byte_units.UNITS`; `block_type`, one of `TYPES`; `rows`. Addresses: of `integers
+    Constants: `unit`, an index of `byte_units.UNITS`; `number`, one of `ALL_KINDS`; `rows`. Addresses: of `integers
     [rows, blocks, 32]` and `scales_of_rows [rows, blocks, 4]`, see `round_row`; of `levels` and `scales`, see
     `integer_layout.pack_for_integers`.
     """
-    if not all(isinstance(each, types.IntegerLiteral) for each in (unit, block_type, rows)):
+    if not all(isinstance(each, types.IntegerLiteral) for each in (unit, number, rows)):
         return None
-    chosen, kind, count = UNITS[unit.literal_value], KINDS[TYPES[block_type.literal_value]], rows.literal_value
+    chosen, kind, count = UNITS[unit.literal_value], ALL_KINDS[number.literal_value], rows.literal_value
     words = BLOCK // kind.parts // 4
     outputs = chosen.form.outputs
     floats = ir.VectorType(F32, outputs)
@@ -148,10 +145,10 @@ def multiply_integers(typing, unit, block_type, rows, integers, scales_of_rows, 
                     at = I64(8 + 4 * part)
                     corrections = [load_vector(builder, I32, builder.add(place, at)) for place in places]
                 found = [chosen.begin(builder, each) for each in corrections]
-                for number in range(part * words, (part + 1) * words):
+                for four_inputs in range(part * words, (part + 1) * words):
                     weights = next(all_levels)
                     for row in range(count):
-                        word = load_vector(builder, I32, builder.add(own[row], I64(4 * number)))
+                        word = load_vector(builder, I32, builder.add(own[row], I64(4 * four_inputs)))
                         four = in_all_lanes(builder, word, outputs)
                         found[row] = chosen.add(builder, kind.bits, found[row], weights, four)
                 for row in range(count):
@@ -174,7 +171,7 @@ def multiply_integers(typing, unit, block_type, rows, integers, scales_of_rows, 
         return context.get_dummy_value()
 
     address = types.int64
-    return types.void(unit, block_type, rows, address, address, address, address, address, address), generate
+    return types.void(unit, number, rows, address, address, address, address, address, address), generate
 
 
 def _levels(builder, outputs, kind, levels, block):
@@ -230,13 +227,16 @@ def _scales(builder, unit, kind, scales, block):
     halves, floats = ir.VectorType(F16, outputs), ir.VectorType(F32, outputs)
 
     def widened(address):
-        return [
-            unit.widen_halves(builder, load_vector(builder, halves, builder.add(address, I64(2 * outputs * number))))
-            for number in range(count)
-        ]
+        size = 4 if kind.wide else 2
+        places = [builder.add(address, I64(size * outputs * number)) for number in range(count)]
+        if kind.wide:
+            return [load_vector(builder, floats, place) for place in places]
+        return [unit.widen_halves(builder, load_vector(builder, halves, place)) for place in places]
 
     if not kind.factors:
-        found = [widened(builder.add(scales, builder.mul(block, I64(kind.scale_bytes(outputs)))))]
+        together = kind.blocks_with_scales
+        group = block if together == 1 else builder.sdiv(block, I64(together))
+        found = [widened(builder.add(scales, builder.mul(group, I64(kind.scale_bytes(outputs)))))]
     else:
         super_block, own = (f(block, I64(SUPER_BLOCK)) for f in (builder.sdiv, builder.srem))
         first = builder.add(scales, builder.mul(super_block, I64(kind.scale_bytes(outputs))))

@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, PackedBlocks, random_blocks
-from sglang_jax.cpu_kernels.integer_layout import KINDS
+from sglang_jax.cpu_kernels.integer_layout import kind_of
 from sglang_jax.errors import how_to_install
 from sglang_jax.jax_runner.xla_targets import register
 from sglang_jax.layers.block_matrix import BlockProduct
@@ -68,7 +68,7 @@ def block_product(
     from sglang_jax.cpu_kernels.byte_units import UNITS
 
     form = EXACT if unit is None else UNITS[unit].form
-    if encoding.values not in form.types:
+    if not form.serves(encoding.values):
         return None
     try:
         target, form = _register(encoding, cache_folder, unit, jnp.dtype(dtype).itemsize)
@@ -106,16 +106,16 @@ def _register(encoding: Encoding, cache_folder: Path | None, unit: int | None, w
     from sglang_jax.cpu_kernels.xla_product import build_product_call
 
     form = EXACT if unit is None else UNITS[unit].form
-    kind = encoding.values
-    name = f"block_product_{unit}_{form.name}_{kind.value}_{width}_{version_of_kernels()}"
+    kind, stored = kind_of(encoding.values), encoding.values.value.replace(" ", "_")
+    name = f"block_product_{unit}_{form.name}_{stored}_{width}_{version_of_kernels()}"
 
     def build() -> CompiledKernel:
         compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
         if unit is None:
-            kernel = build_block_product(compiler, KINDS[kind].bits, gated=False, width=4)
+            kernel = build_block_product(compiler, kind.bits, gated=False, width=4)
         else:
             kernel = build_integer_product(compiler, unit, kind, gated=False, width=width, output_width=4)
-        return build_product_call(compiler, name, kernel, KINDS[kind].bits, form)
+        return build_product_call(compiler, name, kernel, kind.bits, form)
 
     register(name, build)
     return name, form

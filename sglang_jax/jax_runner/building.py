@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 _ATTENTION = {
     AttentionBackend.XLA: AttentionImplementation.XLA,
     AttentionBackend.PALLAS: AttentionImplementation.PALLAS,
-    AttentionBackend.NUMBA: AttentionImplementation.XLA,  # where its kernels are not for
+    AttentionBackend.NUMBA: AttentionImplementation.XLA,  # of layers that its kernels do not support
     AttentionBackend.REFERENCE: AttentionImplementation.REFERENCE,
 }
 
@@ -212,7 +212,7 @@ def _block_products(
         return no_blocks
     rounded = rounds_activations(config)
     if (missing := missing_for_blocks(device, dtype, config.tp_size, rounded=rounded)) is not None:
-        refuse_blocks(config, missing)
+        refuse_blocks(config, checkpoint, missing)
         return no_blocks
     unit = unit_for_rounded() if rounded else None
     products = partial(block_product, cache_folder=_kernel_folder(config), unit=unit, dtype=dtype.name)

@@ -113,7 +113,7 @@ class BlockMatrix(nnx.Module):
 
     def rows(self, numbers: jax.Array) -> jax.Array:
         """Dequantised rows `[T]` of a matrix in a layout of integers, `[T, inputs]` in the dtype of products."""
-        form, kind = self.product.form, kind_of(self.product.encoding)
+        form, kind = self.product.form, kind_of(self.product.encoding.values)
         tile, lane = numbers // form.outputs, numbers % form.outputs
         scale, *offset = self._numbers(tile, lane, kind)
         values = self._levels(tile, lane, kind).reshape(*scale.shape, -1) * scale[..., None]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
-from sglang_jax.checkpoint.encoding import Encoding, ValueType
+from sglang_jax.checkpoint.encoding import AnyValues, Encoding, ValueType
 from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels
 from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
 from sglang_jax.config import CpuActivations, Dtype, EngineConfig, WeightQuantization
@@ -49,13 +50,24 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
     return quantization_for(checkpoint, wanted)
 
 
-def has_blocks(checkpoint: Checkpoint, types: Collection[BlockType | ValueType] = tuple(BlockType)) -> bool:
-    """Whether some matrices are quantised in blocks, or with a scale per row, of these types."""
+def _in_blocks(values: AnyValues) -> bool:
+    return not isinstance(values, ValueType)
+
+
+def _of_integers(values: AnyValues) -> bool:
+    """Whether kernels multiply matrices of a type by activations rounded to int8."""
+    if isinstance(values, GroupType):
+        return values.levels is not Levels.FLOAT8_E4M3
+    return values is not ValueType.FLOAT8_E4M3
+
+
+def has_blocks(checkpoint: Checkpoint, which: Callable[[AnyValues], bool] = _in_blocks) -> bool:
+    """Whether some matrices are quantised in blocks, or as `which` has it."""
     reader = checkpoint.reader
     if reader is None:
         return False
     encodings = (reader.encoding(name) for name in reader.names())
-    return any(encoding is not None and encoding.values in types for encoding in encodings)
+    return any(encoding is not None and which(encoding.values) for encoding in encodings)
 
 
 def only_blocks(checkpoint: Checkpoint) -> bool:
@@ -79,11 +91,12 @@ def wants_blocks(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     """Whether matrices of the checkpoint should be kept in blocks. Raises `ConfigError` if that was asked for and it
     has none."""
     rounds = rounds_activations(config)
-    types = (*BlockType, ValueType.INT8) if rounds else WITH_EXACT_ACTIVATIONS
-    if (rounds and config.quantization is WeightQuantization.INT8) or has_blocks(checkpoint, types):
+    which = _of_integers if rounds else WITH_EXACT_ACTIVATIONS.__contains__
+    if (rounds and config.quantization is WeightQuantization.INT8) or has_blocks(checkpoint, which):
         return config.keep_gguf_blocks or rounds
     if asks_for_blocks(config):
-        *others, last = (kind.value for kind in types)
+        known = [kind.value for kind in (BlockType if rounds else WITH_EXACT_ACTIVATIONS)]
+        *others, last = [*known, "int8", "grouped int4"] if rounds else known
         raise ConfigError(
             f"{_option_of_blocks(config)}: {checkpoint.source.path} has no {', '.join(others)} or {last} matrices: "
             "remove the option"
@@ -96,11 +109,15 @@ def asks_for_blocks(config: EngineConfig) -> bool:
     return config.keep_gguf_blocks or config.cpu_activations is CpuActivations.INT8
 
 
-def refuse_blocks(config: EngineConfig, reason: str) -> None:
-    """Logs why matrices are widened although they should stay in blocks. Raises `ConfigError` if that was asked for."""
+def refuse_blocks(config: EngineConfig, checkpoint: Checkpoint, needed: str) -> None:
+    """Logs what CPU kernels for matrices of integers would have `needed`. Raises `ConfigError` if an option asks for
+    them."""
     if asks_for_blocks(config):
-        raise ConfigError(f"{_option_of_blocks(config)} needs {reason}")
-    logger.info("Matrices in blocks are widened: blocks need %s", reason)
+        raise ConfigError(f"{_option_of_blocks(config)} needs {needed}")
+    if has_blocks(checkpoint):
+        logger.info("Matrices in blocks are widened: blocks need %s", needed)
+    else:
+        logger.info("Activations are not rounded to int8: that needs %s", needed)
 
 
 def _option_of_blocks(config: EngineConfig) -> str:

@@ -237,7 +237,7 @@ def test_a_top_k_of_zero_keeps_all_as_in_transformers(tmp_path: Path) -> None:
         ({"architectures": ["Glm4MoeForCausalLM"]}, "Glm4MoeForCausalLM is not supported"),
         ({"architectures": None, "model_type": "mamba"}, "mamba is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq' are not supported"),
+        ({"quantization_config": {"quant_method": "quip"}}, "quantised by 'quip' are not supported"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported; supported: default, lin"),
         ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor is '2', it must be a number"),

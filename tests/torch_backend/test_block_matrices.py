@@ -25,9 +25,10 @@ from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.checkpoint.encoding import BLOCKS, Stored
+from sglang_jax.checkpoint.encoding import BLOCKS, Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import BlockType
 from sglang_jax.checkpoint.gguf_file import open_gguf
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from sglang_jax.checkpoint.quantization import INT8_ROWS
 from sglang_jax.config import AttentionBackend, EngineConfig
 from sglang_jax.cpu_kernels import vectors
@@ -60,6 +61,11 @@ UNITS_HERE = [
     for number, unit in enumerate(UNITS)
     for dtype in ((torch.bfloat16,), (torch.float32,), (torch.bfloat16, torch.float32), (torch.float32,))[number]
     if unit.found()
+]
+IN_GROUPS = [
+    Encoding(GroupType(Levels.INT4, 64, Scales.FLOAT16, zeros=True)),
+    Encoding(GroupType(Levels.INT4, 128, Scales.BFLOAT16)),
+    Encoding(GroupType(Levels.INT8, 32, Scales.FLOAT32, zeros=True)),
 ]
 needs_units = pytest.mark.skipif(not supported(), reason="kernels need a processor with avx512_bf16")
 
@@ -139,10 +145,11 @@ def test_products_of_rows_rounded_to_int8(unit: int, dtype: torch.dtype, tmp_pat
     rounding to 255 numbers. Bit for bit the same in any batch. With each group of instructions of this processor."""
     generator = torch.Generator().manual_seed(3)
     first = UNITS_HERE[0].values == (unit, dtype)
-    for kind in (*KINDS, None) if first else (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, *KINDS[-2:], None):
+    some = (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, *KINDS[-2:])
+    for kind in (*(KINDS if first else some), INT8_ROWS, *(IN_GROUPS if first else IN_GROUPS[:1])):
         outputs = 2080 if kind is GGMLQuantizationType.Q4_1 else 96
-        if kind is None:  # a scale per row
-            blocks = random_blocks(INT8_ROWS, outputs, 160)
+        if isinstance(kind, Encoding):
+            blocks = random_blocks(kind, outputs, 160)
         else:
             blocks, _ = blocks_of(kind, outputs, 160, tmp_path)
         (outputs, inputs), bias = blocks.shape, kind is GGMLQuantizationType.Q4_1
@@ -376,7 +383,7 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
         assert kept(False, file, rounding, cpu_activations="auto", **other) is None
     assert kept(False, folder, rounding, cpu_activations="auto") is None
     for options, types in (
-        ({"cpu_activations": "int8"}, "Q4_0, Q4_1, .*Q6_K or int8"),
+        ({"cpu_activations": "int8"}, "Q4_0, Q4_1, .*Q6_K, int8 or grouped int4"),
         ({"cpu_activations": "auto", "dtype": "float32"}, "Q4_0, Q4_1 or Q8_0"),
     ):
         with pytest.raises(ConfigError, match=f"tensors has no {types} matrices"):

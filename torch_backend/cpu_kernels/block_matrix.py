@@ -11,13 +11,12 @@ from numba.core.errors import NumbaError
 from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
-from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
-from sglang_jax.checkpoint.ggml_blocks import BlockType
+from sglang_jax.checkpoint.encoding import AnyValues, Encoding, Stored
 from sglang_jax.cpu_kernels import block_product
 from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, random_blocks, with_zeros
 from sglang_jax.cpu_kernels.byte_units import UNITS
 from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from sglang_jax.cpu_kernels.integer_layout import KINDS, LevelKind, kind_of
+from sglang_jax.cpu_kernels.integer_layout import LevelKind, kind_of
 from sglang_jax.cpu_kernels.integer_product import build_integer_product
 from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.cpu_kernels.threads import OwnThreads
@@ -52,7 +51,7 @@ class BlockProducts:
         """Whether products of an encoding, or gated ones, compile here and are correct: tested once; a failure is
         logged."""
         key = encoding, gated
-        if encoding.values not in self.form.types:
+        if not self.form.serves(encoding.values):
             return False
         if key not in self._found:
             if self.unit is not None and not self._found:
@@ -138,11 +137,11 @@ class BlockProducts:
             self._launchers[key] = Launcher(kernel, block_product.FIELDS, self._threads)
         return self._launchers[key]
 
-    def _kernel(self, kind: BlockType | ValueType, gated: bool) -> CompiledKernel:
+    def _kernel(self, values: AnyValues, gated: bool) -> CompiledKernel:
         if self.unit is None:
-            return block_product.build_block_product(self.compiler, KINDS[kind].bits, gated)
+            return block_product.build_block_product(self.compiler, kind_of(values).bits, gated)
         size = self.dtype.itemsize
-        return build_integer_product(self.compiler, self.unit, kind, gated, width=size, output_width=size)
+        return build_integer_product(self.compiler, self.unit, kind_of(values), gated, width=size, output_width=size)
 
     def _reserve(self, inputs: int) -> None:
         """Allocates scratch for every thread to multiply by a matrix with this many inputs."""
@@ -200,7 +199,7 @@ class BlockMatrix:
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Dequantised rows `[T]` of a matrix in a layout of integers, `[T, inputs]` in the dtype of products."""
-        form, kind = self._products.form, kind_of(self.encoding)
+        form, kind = self._products.form, kind_of(self.encoding.values)
         tile, lane = numbers // form.outputs, numbers % form.outputs
         scale, *offset = self._numbers(tile, lane, kind, form)
         values = self._levels(tile, lane, kind, form).reshape(*scale.shape, -1) * scale[..., None]

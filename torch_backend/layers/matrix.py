@@ -220,7 +220,8 @@ def matrix_for(
     unless kernels serve all steps of those in blocks. A plain one stays in bfloat16 if kernels widen it in each
     product."""
     matrices = options.block_matrices
-    if len(parts) > 1 and matrices is not None and matrices.serves_all_rows and not _serves(parts, outputs, options):
+    several = len(parts) > 1 and matrices is not None and matrices.serves_all_rows
+    if several and not _serves(inputs, sum(outputs), parts, options):
         found = [
             _matrix(inputs, (size,), (part,), options, bias=bias) for size, part in zip(outputs, parts, strict=True)
         ]
@@ -230,22 +231,13 @@ def matrix_for(
     return _matrix(inputs, outputs, parts, options, bias=bias)
 
 
-def _serves(parts: Sequence[Part], outputs: Sequence[int], options: PartOptions) -> bool:
-    """Whether one product of a kernel can serve all parts of a matrix."""
-    encoding, matrices = options.encoding_of(*parts), options.block_matrices
-    if encoding is None or matrices is None:
-        return False
-    return parts[0] is not Part.GATE or not outputs[0] % matrices.outputs_together
-
-
 def _matrix(
     inputs: int, outputs: Sequence[int], parts: Sequence[Part], options: PartOptions, *, bias: bool
 ) -> OneMatrix:
     encoding, dtype, matrices, rows = options.encoding_of(*parts), options.dtype, options.block_matrices, sum(outputs)
     if encoding is None:
         return _plain(inputs, rows, parts, options, bias=bias)
-    gated = parts[0] is Part.GATE and len(parts) > 1
-    if matrices is None or not _fits(matrices, inputs, rows, encoding, gated=gated):
+    if matrices is None or not _serves(inputs, rows, parts, options):
         if encoding.block is None:
             return ScaledMatrix(encoding, inputs, rows, parts, bias=bias, dtype=dtype)
         return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
@@ -253,11 +245,15 @@ def _matrix(
     return form(encoding, inputs, rows, parts, bias=bias, dtype=dtype, matrices=matrices)
 
 
-def _fits(matrices: BlockMatrices, inputs: int, rows: int, encoding: Encoding, *, gated: bool) -> bool:
-    """Whether kernels serve a matrix."""
-    together = matrices.outputs_together * (2 if gated else 1)
-    fits = not inputs % (encoding.block or BLOCK) and (not rows % together or (matrices.serves_all_rows and not gated))
-    return fits and matrices.work(encoding, gated=gated)
+def _serves(inputs: int, rows: int, parts: Sequence[Part], options: PartOptions) -> bool:
+    """Whether a kernel multiplies all parts of a matrix, `rows` of `inputs` values, in one product."""
+    encoding, matrices = options.encoding_of(*parts), options.block_matrices
+    if encoding is None or matrices is None or inputs % (encoding.block or BLOCK):
+        return False
+    gated = parts[0] is Part.GATE and len(parts) > 1
+    any_rows = matrices.serves_all_rows and not gated
+    whole = any_rows or not rows % (matrices.outputs_together * (2 if gated else 1))
+    return whole and matrices.work(encoding, gated=gated)
 
 
 def table_for(rows: int, width: int, part: Part, options: PartOptions) -> TableMatrix:

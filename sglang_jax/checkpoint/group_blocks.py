@@ -1,0 +1,127 @@
+"""Blocks of weights quantised in groups: the weights of a row that share a scale, with that scale behind them.
+
+Checkpoints of GPTQ, AWQ, compressed-tensors and others keep values, scales and zeros in separate tensors; readers
+join them to such blocks, so that one array has a whole matrix, as in GGUF files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from sglang_jax.checkpoint.ggml_blocks import BLOCK, Unpacked
+from sglang_jax.checkpoint.reader import Array
+
+SIZES = (32, 64, 128)
+"""Numbers of weights in a group, smallest first. Larger groups are stored as several with the same scale."""
+
+
+class Levels(Enum):
+    """The type of values, before multiplication by scales: its bits, the dtype in which numpy has it, and what is
+    subtracted where blocks have no zeros."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    FLOAT8_E4M3 = "float8_e4m3fn"
+
+    @property
+    def bits(self) -> int:
+        return 4 if self is Levels.INT4 else 8
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        if self is Levels.INT4:
+            return np.dtype(np.uint8)
+        return np.dtype(np.int8 if self is Levels.INT8 else ml_dtypes.float8_e4m3fn)
+
+    @property
+    def zero(self) -> int:
+        return 8 if self is Levels.INT4 else 0
+
+
+class Scales(Enum):
+    """Dtypes of scales."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.float32 if self is Scales.FLOAT32 else self._half)
+
+    @property
+    def _half(self) -> type[np.generic]:
+        half: type[np.generic] = np.float16 if self is Scales.FLOAT16 else ml_dtypes.bfloat16
+        return half
+
+
+@dataclass(frozen=True, slots=True)
+class GroupType:
+    """Blocks of `weights` values. A weight is `scale * (level - zero)`.
+
+    Bytes of a block: its levels, then its scale, then its zero if it has `zeros`, in the dtype of levels. Levels of 4
+    bits are unsigned, the first half of the group in the low halves of bytes.
+    """
+
+    levels: Levels
+    weights: int
+    scales: Scales
+    zeros: bool = False
+
+    @property
+    def value(self) -> str:
+        """A name for logs, such as `int4 in groups of 128`."""
+        return f"{self.levels.value} in groups of {self.weights}{' with zeros' if self.zeros else ''}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
+        return self._scale_at + self.scales.dtype.itemsize + self.zeros
+
+    @property
+    def _scale_at(self) -> int:
+        return self.weights * self.levels.bits // 8
+
+    def join(self, levels: Array, scales: Array, zeros: Array | None = None) -> Array:
+        """Blocks, uint8 `[rows, groups, nbytes]`, of levels `[rows, groups * weights]`, and scales and zeros `[rows,
+        groups]`. Zeros have the dtype of levels."""
+        rows, groups = scales.shape
+        own, first = levels.reshape(rows, groups, self.weights), self._scale_at
+        blocks = np.empty((rows, groups, self.nbytes), np.uint8)
+        if self.levels.bits == 4:
+            np.bitwise_or(own[..., :first], own[..., first:] << 4, out=blocks[..., :first])
+        else:
+            blocks[..., :first] = own.view(np.uint8)
+        last = first + self.scales.dtype.itemsize
+        blocks[..., first:last] = np.ascontiguousarray(scales[..., None], self.scales.dtype).view(np.uint8)
+        if zeros is not None:
+            blocks[..., last] = zeros.view(np.uint8)
+        return blocks
+
+    def split(self, blocks: Array) -> tuple[Array, Array, Array | None]:
+        """Levels `[rows, groups, weights]`, scales and zeros `[rows, groups]` of blocks; the reverse of `join`."""
+        levels, last = blocks[..., : self._scale_at], self._scale_at + self.scales.dtype.itemsize
+        if self.levels.bits == 4:
+            levels = np.concatenate((levels & 15, levels >> 4), axis=-1)
+        scales = np.ascontiguousarray(blocks[..., self._scale_at : last]).view(self.scales.dtype)[..., 0]
+        zeros = np.ascontiguousarray(blocks[..., last]).view(self.levels.dtype) if self.zeros else None
+        return np.ascontiguousarray(levels).view(self.levels.dtype), scales, zeros
+
+    def unpack(self, blocks: Array) -> Unpacked:
+        """See `Unpacked`; scales and offsets are float32."""
+        levels, scales, zeros = self.split(blocks)
+        wide = scales.astype(np.float32)
+        offsets = None if zeros is None else -wide * zeros.astype(np.float32)
+        return Unpacked(levels.reshape(len(blocks), -1, BLOCK), 0 if self.zeros else self.levels.zero, wide, offsets)
+
+
+def group_size(inputs: int, stored: int) -> int | None:
+    """The weights of a group in which a matrix is kept whose checkpoint has groups of `stored`: the largest of `SIZES`
+    that divides both; None if none does."""
+    found = [size for size in SIZES if not stored % size and not inputs % size]
+    return found[-1] if found else None

@@ -1,0 +1,140 @@
+"""Folders with weights in groups: read as their tools dequantise them, whole, as shards, and as blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.grouped_checkpoints import SIZE, Grouped, config_of, make_grouped_checkpoint
+from helpers.quantized_checkpoints import Tensors, set_quantization, tensors_of, write_plain_twin, write_tensors
+
+from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint import ParameterReader, open_checkpoint
+from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
+from sglang_jax.checkpoint.reader import Index
+from sglang_jax.errors import CheckpointError
+
+HEADS = {Part.QUERY, Part.KEY, Part.VALUE}
+
+
+def parameters(folder: Path) -> ParameterReader:
+    opened = open_checkpoint(str(folder))
+    assert opened.reader is not None
+    return ParameterReader(opened.reader, opened.config)
+
+
+def some_part(part: Part, shape: tuple[int, ...], random: np.random.Generator) -> Index:
+    """Some rows, all where they make up heads, and some whole groups of columns."""
+    first, last = np.sort(random.choice(shape[-2] + 1, 2, replace=False))
+    groups = np.sort(random.choice(shape[-1] // SIZE + 1, 2, replace=False)) * SIZE
+    rows = slice(None) if part in HEADS else slice(int(first), int(last))
+    return (*[slice(None)] * (len(shape) - 2), rows, slice(int(groups[0]), int(groups[1])))
+
+
+def expected_kind(kind: Grouped) -> GroupType | None:
+    if kind in (Grouped.INT4_ORDER, Grouped.GPTQ_ORDER):
+        return None
+    levels = Levels.FLOAT8_E4M3 if "FP8" in kind.name else {4: Levels.INT4, 8: Levels.INT8}[kind.bits]
+    half = kind.name.startswith(("GPTQ", "AWQ"))
+    size = 128 if kind is Grouped.INT4_ROWS else SIZE
+    return GroupType(levels, size, Scales.FLOAT16 if half else Scales.FLOAT32, kind.zeros)
+
+
+@pytest.mark.parametrize("kind", Grouped)
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_every_layout_is_read(architecture: str, kind: Grouped, tmp_path: Path) -> None:
+    """All parameters equal those of the unquantised twin: whole, as shards at any rows and groups, and as blocks."""
+    widths = {"intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
+    weights = make_grouped_checkpoint(tmp_path / "a", architecture, kind, **widths)
+    quantised, plain = parameters(tmp_path / "a"), parameters(write_plain_twin(tmp_path / "a", weights, tmp_path / "b"))
+    random, in_blocks = np.random.default_rng(0), 0
+    for name, spec in manifest_of(plain.config).specs.items():
+        for index in (None, some_part(name.part, spec.shape, random) if len(spec.shape) > 1 else None):
+            expected = plain.read(name, index)
+            np.testing.assert_allclose(quantised.read(name, index), expected, rtol=2e-6, atol=1e-9, err_msg=str(name))
+            encoding = quantised.encoding(name, index)
+            if encoding is None:
+                continue
+            in_blocks += 1
+            stored = quantised.read_stored(name, index)
+            assert stored.shape == expected.shape
+            np.testing.assert_allclose(stored.widened(), expected, rtol=2e-6, atol=2e-6, err_msg=str(name))
+            wanted = expected_kind(kind)
+            if wanted is not None and spec.shape[-1] % wanted.weights == 0:
+                assert encoding == Encoding(wanted)
+    assert bool(in_blocks) == (expected_kind(kind) is not None)
+
+
+def read_all(folder: Path) -> None:
+    reader = parameters(folder)
+    for name in manifest_of(reader.config).specs:
+        reader.read(name)
+
+
+Change = Callable[[Tensors], object]
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def _zero(tensors: Tensors) -> None:
+    tensors[f"{LAYER}.qzeros"][0, 0] ^= 1
+
+
+def _order(tensors: Tensors) -> None:
+    tensors[f"{LAYER}.g_idx"][[0, 40]] = tensors[f"{LAYER}.g_idx"][[40, 0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        (Grouped.GPTQ, lambda t: t.pop(f"{LAYER}.scales"), f"missing: {LAYER}.scales"),
+        (Grouped.GPTQ, _zero, "its quantization_config says that groups are symmetric, with the zero 8"),
+        (Grouped.GPTQ, _order, "set it to true"),
+        (Grouped.GPTQ_ORDER, lambda t: t[f"{LAYER}.g_idx"].fill_(2), "has groups from 2 to 2, the matrix has 2"),
+        (Grouped.AWQ, lambda t: t[f"{LAYER}.scales"].fill_(torch.inf), "has the scale inf: the checkpoint is damaged"),
+        (Grouped.AWQ, lambda t: t.update({f"{LAYER}.qzeros": t[f"{LAYER}.qzeros"][:1]}), r"misshapen: .*qzeros"),
+        (Grouped.INT4, lambda t: t[f"{LAYER}.weight_shape"].fill_(64), r"weight_shape is \[64, 64\], the config"),
+        (Grouped.INT4, lambda t: t.pop(f"{LAYER}.weight_scale"), f"missing: {LAYER}.weight_scale"),
+        (
+            Grouped.FP8,
+            lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].float()}),
+            "mistyped: .*up_proj.weight",
+        ),
+    ],
+)
+def test_tensors_that_are_not_as_the_config_says_are_named(
+    kind: Grouped, change: Change, message: str, tmp_path: Path
+) -> None:
+    make_grouped_checkpoint(tmp_path, "qwen3", kind, intermediate_size=96)
+    tensors = tensors_of(tmp_path)
+    change(tensors)
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Grouped.GPTQ, {"bits": 3}, "bits 3 of quantised weights is not supported; supported: 4, 8"),
+        (Grouped.GPTQ, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (Grouped.GPTQ, {"group_size": 0}, "group_size 0"),
+        (Grouped.GPTQ, {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic"),
+        (Grouped.AWQ, {"version": "gemv"}, "version 'gemv'"),
+        (Grouped.AWQ, {"zero_point": False}, "zero_point False"),
+        (Grouped.FP8, {"weight_block_size": [128, 64]}, r"weight_block_size \[128, 64\]"),
+        (Grouped.FP8, {"weight_block_size": None, "activation_scheme": None}, "activation_scheme None"),
+        (Grouped.GPTQ, {"quant_method": "bitsandbytes"}, "weights quantised by 'bitsandbytes' are not supported"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(
+    kind: Grouped, fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    make_grouped_checkpoint(tmp_path, "qwen3", kind)
+    set_quantization(tmp_path, config_of(kind) | fields)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(str(tmp_path))

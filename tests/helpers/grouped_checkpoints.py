@@ -1,0 +1,212 @@
+"""Tiny checkpoints whose weights are quantised in groups: by compressed-tensors itself, or in the layouts of GPTQ, AWQ
+and FP8 in blocks, written number by number."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from helpers.quantized_checkpoints import (
+    IGNORED,
+    Tensors,
+    Weights,
+    set_quantization,
+    tensors_of,
+    write_tensors,
+)
+from helpers.tiny_models import make_tiny_checkpoint
+from numpy.typing import NDArray
+
+SIZE = 32
+
+
+class Grouped(Enum):
+    INT4 = "compressed-tensors, 4 bits"
+    INT4_ZEROS = "compressed-tensors, 4 bits, zeros"
+    INT4_ROWS = "compressed-tensors, 4 bits, a scale for each row"
+    INT4_ORDER = "compressed-tensors, 4 bits, inputs in another order"
+    INT8 = "compressed-tensors, 8 bits"
+    INT8_ZEROS = "compressed-tensors, 8 bits, zeros"
+    FP8_BLOCKS = "compressed-tensors, float8 in squares"
+    GPTQ = "gptq, 4 bits"
+    GPTQ_ZEROS = "gptq, 4 bits, zeros"
+    GPTQ_ORDER = "gptq, 4 bits, zeros, inputs in another order"
+    GPTQ_8 = "gptq, 8 bits, zeros"
+    GPTQ_V2 = "gptq of the second version, 4 bits, zeros"
+    AWQ = "awq"
+    FP8 = "fp8 in squares"
+
+    @property
+    def bits(self) -> int:
+        return 8 if "8" in self.name else 4
+
+    @property
+    def zeros(self) -> bool:
+        return self.name.endswith(("ZEROS", "ORDER", "GPTQ_8", "V2", "AWQ")) and self is not Grouped.INT4_ORDER
+
+
+def make_grouped_checkpoint(folder: Path, architecture: str, kind: Grouped, **changes: Any) -> Weights:
+    """A tiny checkpoint (see `make_tiny_checkpoint`) with all linear layers quantised in groups of 32 (squares of 32 by
+    32), except head and routers. Returns every tensor as its tool dequantises it."""
+    make_tiny_checkpoint(folder, architecture, **changes)
+    random = np.random.default_rng(0)
+    written: Tensors = {}
+    plain: Weights = {}
+    for name, tensor in tensors_of(folder).items():
+        layer = name.removesuffix(".weight")
+        linear = tensor.ndim == 2 and layer.endswith("proj")
+        if not linear:
+            written[name], plain[name] = tensor, tensor.float().numpy()
+            continue
+        stored, plain[name] = _WRITERS[kind.value.split(",")[0].split()[0]](tensor, kind, random)
+        written |= {f"{layer}.{ending}": value for ending, value in stored.items()}
+    write_tensors(folder, written)
+    set_quantization(folder, config_of(kind))
+    return plain
+
+
+def config_of(kind: Grouped) -> dict[str, Any]:
+    """The `quantization_config` of its tool."""
+    if kind.name.startswith("GPTQ"):
+        fields = {"bits": kind.bits, "group_size": SIZE, "sym": not kind.zeros, "desc_act": kind is Grouped.GPTQ_ORDER}
+        version = {"checkpoint_format": "gptq_v2"} if kind is Grouped.GPTQ_V2 else {}
+        return {"quant_method": "gptq", "damp_percent": 0.01, **fields, **version}
+    if kind is Grouped.AWQ:
+        return {"quant_method": "awq", "bits": 4, "group_size": SIZE, "zero_point": True, "version": "gemm"}
+    if kind is Grouped.FP8:
+        block = {"weight_block_size": [SIZE, SIZE], "activation_scheme": "dynamic"}
+        return {"quant_method": "fp8", "fmt": "e4m3", **block}
+    scheme = _scheme(kind)
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=scheme.format,
+        quantization_status="compressed",
+        ignore=[*IGNORED, "re:.*embed_tokens"],
+    )
+    fields = config.model_dump(mode="json")
+    if kind is Grouped.INT4_ORDER:  # written by earlier versions
+        fields["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return fields
+
+
+def _scheme(kind: Grouped) -> QuantizationScheme:
+    if kind is Grouped.FP8_BLOCKS:
+        weights = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[SIZE, SIZE])
+        return QuantizationScheme(targets=["Linear"], weights=weights, format="naive-quantized")
+    strategy: dict[str, Any] = {"strategy": "group", "group_size": SIZE}
+    if kind is Grouped.INT4_ROWS:
+        strategy = {"strategy": "channel"}
+    weights = QuantizationArgs(num_bits=kind.bits, type="int", symmetric=not kind.zeros, **strategy)
+    return QuantizationScheme(targets=["Linear"], weights=weights, format="pack-quantized")
+
+
+def _compressed(
+    weight: torch.Tensor, kind: Grouped, random: np.random.Generator
+) -> tuple[Tensors, NDArray[np.float32]]:
+    scheme = _scheme(kind)
+    assert scheme.weights is not None
+    assert scheme.format is not None
+    rows, columns = weight.shape
+    if kind is Grouped.FP8_BLOCKS:
+        squares = weight.reshape(rows // SIZE, SIZE, columns // SIZE, SIZE)
+        least, most = squares.amin((1, 3)), squares.amax((1, 3))
+    else:
+        of_groups = weight.reshape(rows, 1 if kind is Grouped.INT4_ROWS else columns // SIZE, -1)
+        least, most = of_groups.amin(2), of_groups.amax(2)
+    state: Tensors = {"weight": weight}
+    state["weight_scale"], zeros = calculate_qparams(least, most, scheme.weights)
+    if kind.zeros:
+        state["weight_zero_point"] = zeros.to(torch.int8)
+    order = torch.from_numpy(random.permutation(columns) // SIZE).to(torch.int32)
+    if kind is Grouped.INT4_ORDER:
+        state["weight_g_idx"] = order
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    stored = compressor.compress(dict(state), scheme)
+    plain = compressor.decompress(dict(stored), scheme)["weight"].float().numpy()
+    if kind is Grouped.INT4_ORDER:
+        scales = state["weight_scale"].numpy()[:, order]
+        levels = np.clip(np.rint(weight.numpy() / scales), -8, 7)
+        words = _words((levels + 8).astype(np.uint32), 4)
+        stored |= {"weight_packed": torch.from_numpy(words), "weight_g_idx": order}
+        plain = (levels * scales).astype(np.float32)
+    return stored, plain
+
+
+def _words(levels: NDArray[np.uint32], bits: int) -> NDArray[np.int32]:
+    """Packs the last axis, the first of each 32 bits in the lowest ones."""
+    parts = levels.reshape(*levels.shape[:-1], -1, 32 // bits)
+    found = np.zeros(parts.shape[:-1], np.uint32)
+    for place in range(32 // bits):
+        found |= parts[..., place] << np.uint32(bits * place)
+    return found.view(np.int32)
+
+
+def _rounded(
+    weight: torch.Tensor, kind: Grouped, groups: NDArray[np.intp]
+) -> tuple[NDArray[np.uint32], NDArray[np.float16], NDArray[np.int64], NDArray[np.float32]]:
+    """Levels `[out, in]`, scales and zeros `[out, groups]`, and dequantised weights, where `groups` has the group of
+    each input."""
+    numbers, count, most = weight.numpy(), int(groups.max()) + 1, 2**kind.bits - 1
+    of_groups = [numbers[:, groups == number] for number in range(count)]
+    low, high = (np.stack([side(each, 1) for each in of_groups], 1) for side in (np.min, np.max))
+    if kind.zeros:
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+        scales = ((high - low) / most).astype(np.float16)
+        zeros = np.clip(np.rint(-low / scales.astype(np.float32)), 0, most).astype(np.int64)
+    else:
+        scales = (np.maximum(np.abs(low), np.abs(high)) * 2 / most).astype(np.float16)
+        zeros = np.full(scales.shape, (most + 1) // 2, np.int64)
+    wide = scales.astype(np.float32)[:, groups]
+    levels = np.clip(np.rint(numbers / wide) + zeros[:, groups], 0, most)
+    return levels.astype(np.uint32), scales, zeros, ((levels - zeros[:, groups]) * wide).astype(np.float32)
+
+
+def _gptq(weight: torch.Tensor, kind: Grouped, random: np.random.Generator) -> tuple[Tensors, NDArray[np.float32]]:
+    columns = weight.shape[1]
+    groups = np.arange(columns) // SIZE
+    if kind is Grouped.GPTQ_ORDER:
+        random.shuffle(groups)
+    levels, scales, zeros, plain = _rounded(weight, kind, groups)
+    less = 0 if kind is Grouped.GPTQ_V2 else 1
+    of_outputs = ((zeros.T - less) % 2**kind.bits).astype(np.uint32)
+    arrays = {
+        "qweight": _words(levels, kind.bits).T,
+        "qzeros": _words(of_outputs, kind.bits),
+        "scales": scales.T,
+        "g_idx": groups.astype(np.int32),
+    }
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}, plain
+
+
+def _awq(weight: torch.Tensor, kind: Grouped, random: np.random.Generator) -> tuple[Tensors, NDArray[np.float32]]:
+    levels, scales, zeros, plain = _rounded(weight, kind, np.arange(weight.shape[1]) // SIZE)
+
+    def words(numbers: NDArray[Any]) -> NDArray[np.int32]:
+        parts = numbers.T.astype(np.uint32).reshape(numbers.shape[1], -1, 8)
+        return _words(parts[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(numbers.shape[1], -1), 4)
+
+    arrays = {"qweight": words(levels), "qzeros": words(zeros), "scales": scales.T}
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}, plain
+
+
+def _float8(weight: torch.Tensor, kind: Grouped, random: np.random.Generator) -> tuple[Tensors, NDArray[np.float32]]:
+    rows, columns = weight.shape
+    padded = np.zeros((-(-rows // SIZE) * SIZE, -(-columns // SIZE) * SIZE), np.float32)
+    padded[:rows, :columns] = weight.numpy()
+    squares = padded.reshape(len(padded) // SIZE, SIZE, -1, SIZE)
+    scales = (np.abs(squares).max((1, 3)) / 448).astype(np.float32)
+    values = (squares / scales[:, None, :, None]).astype(ml_dtypes.float8_e4m3fn)
+    plain = (values.astype(np.float32) * scales[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    own = np.ascontiguousarray(values.reshape(padded.shape)[:rows, :columns])
+    stored = torch.from_numpy(own.view(np.uint8)).view(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale_inv": torch.from_numpy(scales)}, plain
+
+
+_WRITERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "fp8": _float8}
