@@ -23,6 +23,7 @@ from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.runner.freed_memory import FreedMemory
+from torch_backend import host_memory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.experts import Experts
@@ -68,6 +69,10 @@ def load_weights(
         for (module, name, _), value in zip(together, _read(parameters, together), strict=True):
             setattr(module, name, nn.Parameter(value.to(model.device), requires_grad=False))
             freed.add(value.nbytes)
+    for module in model.modules():
+        if isinstance(module, Bfloat16Matrix) and not module.weight.is_meta:  # as that of a tied head
+            freed.add(module.weight.nbytes)
+            module.weight = nn.Parameter(host_memory.moved(module.weight), requires_grad=False)
     freed.give_back()
     if model.tied:
         model.tie()
