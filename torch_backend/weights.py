@@ -118,14 +118,13 @@ def bytes_in_blocks(model: Transformer) -> int:
 
 
 def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[ParameterName, str]:
-    """The matrices that stay as stored, in 8 bits with a scale per row, or in bfloat16 in a model of float32, and their
-    dtypes."""
+    """The matrices that stay as stored, in 8 bits with a scale per row, in blocks, or in bfloat16 in a model of
+    float32, and the type of their values."""
     found = {
-        part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
+        part.name: _stored_type(module, name)
         for module, name, parts in sources(model, config)
         for part in parts
-        if (part.role is Role.VALUES and not isinstance(module, TwoFormMatrix) and not _in_blocks(module))
-        or _stays_in_bfloat16(module, name)
+        if (part.role is Role.VALUES and not isinstance(module, TwoFormMatrix)) or _stays_in_bfloat16(module, name)
     }
     table, head = ParameterName(Part.EMBEDDING), ParameterName(Part.HEAD)
     if model.tied and table in found:
@@ -133,8 +132,10 @@ def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[Paramete
     return found
 
 
-def _in_blocks(module: nn.Module) -> bool:
-    return isinstance(module, QuantisedMatrix) and module.encoding.block is not None
+def _stored_type(module: nn.Module, name: str) -> str:
+    if isinstance(module, QuantisedMatrix):
+        return module.encoding.values.value
+    return str(module.get_parameter(name).dtype).removeprefix("torch.")
 
 
 def _stays_in_bfloat16(module: nn.Module, name: str) -> bool:

@@ -161,7 +161,9 @@ def describe_matrices(model: ModelConfig, kept: Mapping[ParameterName, str]) -> 
         return None
     count = sum(spec.is_matrix and spec.name.part is not Part.EMBEDDING for spec in manifest_of(model).specs.values())
     own = sum(name.part is not Part.EMBEDDING for name in kept)
-    found = f"{own} of {count} matrices in {' and '.join(sorted(set(kept.values())))}"
+    *others, last = sorted(set(kept.values()))
+    types = f"{', '.join(others)} and {last}" if others else last
+    found = f"{own} of {count} matrices in {types}"
     logger.info("In memory are %s; the others are in --dtype", found)
     return found
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from flax import nnx
 from helpers.cpu_kernels import integer_products
+from helpers.gguf_blocks import make_mixed_gguf
 from helpers.paged_model import PagedModel
 from helpers.parity_cases import STEPS, prompts
 from helpers.quantized_checkpoints import (
@@ -156,9 +157,7 @@ def test_kernels_multiply_int8_matrices_by_rows_rounded_to_int8(tmp_path: Path) 
         )
         kinds = [type(each).__name__ for _, each in nnx.iter_modules(on_jax.model)]
         assert kinds.count("BlockMatrix") == 2 * 3
-        assert kinds.count("PlainMatrix" if in_groups else "ScaledMatrix") == (
-            3 if in_groups else 2
-        )  # down, and the head
+        assert kinds.count("PlainMatrix" if in_groups else "ScaledMatrix") == (3 if in_groups else 2)  # down, head
         names = [type(each).__name__ for each in on_torch.model.modules()]
         assert names.count("QuantisedMatrix") == 2 * 2 + 2 * 2  # gate and up fill no tiles together
         assert names.count("ScaledMatrix") == (0 if in_groups else 2)
@@ -298,11 +297,30 @@ def test_the_reported_type_is_that_of_the_loaded_matrices(tmp_path: Path) -> Non
         attention=AttentionImplementation.XLA,
         encodings=encodings_of(checkpoint, None),
     )
-    kept = parameters.matrices_in_8_bits(jax_model)
+    kept = parameters.matrices_as_stored(jax_model)
     assert kept == torch_weights.matrices_as_stored(models[1].model, checkpoint.config)
     assert {name.part for name in kept} == {Part.OUTPUT, Part.DOWN}
     assert describe_matrices(checkpoint.config, kept) == "4 of 15 matrices in int8"
     assert describe_matrices(checkpoint.config, {}) is None
+
+
+def test_matrices_in_blocks_are_reported(tmp_path: Path) -> None:
+    """By their types, and with the head where it is the table of embeddings."""
+    file = make_mixed_gguf(tmp_path, tied=True)
+    checkpoint = open_checkpoint(str(file))
+    jax_model = build_model(
+        checkpoint.config,
+        dtype=jnp.dtype(jnp.bfloat16),
+        attention=AttentionImplementation.XLA,
+        encodings=encodings_of(checkpoint, None),
+        block_products=partial(block_product, cache_folder=EngineConfig().cache_folder(), unit=best_unit()),
+    )
+    torch_model = TorchPagedModel(file, dtype=torch.bfloat16, load=False, block_matrices=integer_products()).model
+    for kept in (
+        parameters.matrices_as_stored(jax_model),
+        torch_weights.matrices_as_stored(torch_model, checkpoint.config),
+    ):
+        assert describe_matrices(checkpoint.config, kept) == "15 of 15 matrices in Q4_K, Q5_K and Q6_K"
 
 
 @pytest.mark.parametrize("arrange", ["put_in_matrices", "put_outputs_first"])
@@ -347,15 +365,16 @@ def test_a_runner_quantises_as_requested_and_reports_it(
         "skip_warmup": True,
     }
     reports = []
-    for changes in ({}, {"quantization": "int8", "kv_cache_dtype": "int8"}):
+    int8 = {"quantization": "int8"}
+    for changes in ({}, int8 | {"kv_cache_dtype": "int8"}, int8 | {"cpu_activations": "int8"}):
         with caplog.at_level(logging.INFO):
             runner = load(EngineConfig.model_validate(common | changes), checkpoint)
         reports.append(runner.report())
         runner.close()
-    plain, quantised = reports
+    plain, quantised, rounds = reports
     assert "weights" not in plain.details
-    assert quantised.details["weights"] == "14 of 15 matrices in int8"
-    assert sum("14 of 15 matrices in int8" in message for message in caplog.messages) == 1
+    assert quantised.details["weights"] == rounds.details["weights"] == "14 of 15 matrices in int8"
+    assert sum("14 of 15 matrices in int8" in message for message in caplog.messages) == 2
     quantization, layers = Quantization(INT8_ROWS), checkpoint.config.kv_attention
     shapes = [spec.shape for spec in manifest_of(checkpoint.config).specs.values() if quantization.of(spec)]
     saved = sum(3 * rows * columns - 4 * rows for rows, columns in shapes)
