@@ -26,6 +26,7 @@ from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.experts import Experts
+from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, ScaledMatrix, TwoFormMatrix
 from torch_backend.layers.packed import packing_works
@@ -74,7 +75,7 @@ def load_weights(
     for module in model.modules():
         if isinstance(module, ScaledMatrix):
             module.choose_product(model.device, model.dtype)
-        if isinstance(module, QuantisedMatrix):
+        if isinstance(module, QuantisedMatrix | GroupedMatrix):
             module.pack()
             freed.add(sum(each.nbytes for each in module.parameters()))
     freed.give_back()
@@ -113,10 +114,12 @@ def bytes_in_blocks(model: Transformer) -> int:
 
 
 def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[ParameterName, str]:
-    """The matrices that stay as stored, in 8 bits with a scale per row, or in bfloat16 in a model of float32, and their
-    dtypes."""
+    """The matrices that stay as stored, and their types: in 8 bits with a scale per row, in groups on a GPU, or in
+    bfloat16 in a model of float32."""
     found = {
-        part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
+        part.name: module.kind.value
+        if isinstance(module, GroupedMatrix)
+        else str(module.get_parameter(name).dtype).removeprefix("torch.")
         for module, name, parts in sources(model, config)
         for part in parts
         if (part.role is Role.VALUES and not isinstance(module, TwoFormMatrix) and not _in_blocks(module))
