@@ -27,6 +27,7 @@ from torch_backend import host_memory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.experts import Experts
+from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, ScaledMatrix, TwoFormMatrix
 from torch_backend.layers.packed import packing_works
@@ -79,7 +80,7 @@ def load_weights(
     for module in model.modules():
         if isinstance(module, ScaledMatrix):
             module.choose_product(model.device, model.dtype)
-        if isinstance(module, QuantisedMatrix):
+        if isinstance(module, QuantisedMatrix | GroupedMatrix):
             module.pack()
             freed.add(sum(each.nbytes for each in module.parameters()))
     freed.give_back()
@@ -135,6 +136,8 @@ def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[Paramete
 def _stored_type(module: nn.Module, name: str) -> str:
     if isinstance(module, QuantisedMatrix):
         return module.encoding.values.value
+    if isinstance(module, GroupedMatrix):
+        return module.kind.value
     return str(module.get_parameter(name).dtype).removeprefix("torch.")
 
 
