@@ -30,6 +30,8 @@ class Axis(StrEnum):
     """Taps of a convolution."""
     IN_BLOCKS = "in_blocks"
     """Blocks along the inputs of a block-quantised matrix."""
+    SHARDED_IN_BLOCKS = "sharded_in_blocks"
+    """The same, or inputs, of a matrix whose inputs are divided among devices."""
     IN_BLOCK = "in_block"
     """Bytes of a block."""
     IN_TILES = "in_tiles"

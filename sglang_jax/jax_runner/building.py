@@ -32,6 +32,7 @@ from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention, CpuAtten
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
 from sglang_jax.layers.attention import Attention
 from sglang_jax.layers.block_matrix import BLOCK_AXES, BlockProducts, no_blocks
+from sglang_jax.layers.grouped_matrix import group_product
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, partition_spec
 from sglang_jax.models import (
@@ -48,7 +49,9 @@ from sglang_jax.runner.determinism import check_divisible, shards_of
 from sglang_jax.runner.quantization import (
     asks_for_blocks,
     encodings_of,
+    has_blocks,
     keeps_blocks,
+    of_groups,
     refuse_blocks,
     rounds_activations,
     wants_blocks,
@@ -141,7 +144,7 @@ class JaxBackend:
     def build(self, models: Models) -> UnloadedModel:
         parallel = TensorParallel.of(models.main.config, self.config.tp_size, self.num_shards)
         build = self._builder(parallel, models.main, models.quantization, self.kv_dtype)
-        products = _block_products(self.config, models.main, build, self.devices[0], self.dtype)
+        products = _block_products(self.config, models.main, build, self.devices[0], self.dtype, self.num_shards)
         build = partial(build, block_products=products)
         return UnloadedModel(models.main, models.quantization, parallel, self.kv_dtype, build, build())
 
@@ -205,9 +208,17 @@ def _block_products(
     build: Callable[..., Transformer],
     device: jax.Device,
     dtype: jnp.dtype,
+    num_shards: int | None,
 ) -> BlockProducts:
-    """The kernels for matrices that are also kept in blocks, of the model that `build` creates; none if the blocks
-    would take too much memory. Raises `ConfigError` if the options ask for blocks that are not supported."""
+    """The kernels for matrices in groups on TPUs, if the layers of a device are not computed in shards. On CPUs, those
+    for matrices that are also kept in blocks, of the model that `build` creates; none if the blocks would take too much
+    memory. Raises `ConfigError` if the options ask for blocks that are not supported."""
+    if device.platform == "tpu" and has_blocks(checkpoint, of_groups) and not asks_for_blocks(config):
+        return (
+            partial(group_product, devices=config.tp_size)
+            if dtype == jnp.bfloat16 and num_shards is None
+            else no_blocks
+        )
     if not wants_blocks(config, checkpoint):
         return no_blocks
     rounded = rounds_activations(config)

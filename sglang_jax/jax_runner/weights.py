@@ -235,6 +235,8 @@ class _Source:
         self._built = built
         self._dtype = parameter.get_value().dtype
         self._role = parameter.role
+        sizes = dict(zip(parameter.axes, parameter.shape, strict=True))
+        self._blocks = next((sizes[axis] for axis in BLOCK_AXES if axis in sizes), 1)
 
     def of(self, parameter: ModelParameter) -> ReadPart:
         names, axes, shape = parameter.names, parameter.value.axes, parameter.value.shape
@@ -323,7 +325,7 @@ class _Source:
         spec = self._reader.spec(name)
         stored_index, shape, flat = [], [], []
         chosen: np.ndarray | None = None
-        # Scales per row have no input axis, the last; matrices in blocks, on one device, have other axes instead.
+        # Scales per row have no input axis, the last; matrices in blocks have other axes instead.
         blocks = tuple(axis for axis in axes if axis in BLOCK_AXES)
         of_rows = bool(blocks) or self._role in (Role.SCALES, Role.INPUT_SCALE)
         for sizes, group in list(zip(spec.sizes, spec.axes, strict=True))[: -1 if of_rows else None]:
@@ -339,7 +341,7 @@ class _Source:
             flat += group
         whole_heads, rows = Axis.HEAD_DIM in flat and len(flat) > len(stored_index), len(stored_index)
         if blocks and self._role is Role.VALUES:
-            stored_index.append(slice(None))
+            stored_index.append(self._inputs_of(wanted[blocks[0]], math.prod(spec.sizes[-1])))
         found = self._arrays.read(name, self._role, tuple(stored_index)).astype(self._dtype, copy=False)
         found, flat = found.reshape(*shape, *found.shape[rows:]), [*flat, *blocks]
         if chosen is not None:
@@ -347,6 +349,11 @@ class _Source:
         if whole_heads:
             found = found[tuple(wanted[axis] if axis is Axis.HEAD_DIM else slice(None) for axis in flat)]
         return found.transpose([flat.index(axis) for axis in axes])
+
+    def _inputs_of(self, blocks: slice, inputs: int) -> slice:
+        """The inputs of a slice of a matrix' blocks."""
+        first, last, _ = blocks.indices(self._blocks)
+        return slice(first * inputs // self._blocks, last * inputs // self._blocks)
 
     def _kv_copies(self, name: ParameterName) -> int:
         assert name.layer is not None

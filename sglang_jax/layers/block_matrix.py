@@ -20,10 +20,11 @@ from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.cpu_kernels.block_layout import EXACT, BlockForm, with_zeros
 from sglang_jax.cpu_kernels.integer_layout import LevelKind, kind_of
+from sglang_jax.layers.grouped_matrix import GroupProduct
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import named_sharding
 
-BLOCK_AXES = (Axis.IN_BLOCKS, Axis.IN_BLOCK)
+BLOCK_AXES = (Axis.IN_BLOCKS, Axis.SHARDED_IN_BLOCKS, Axis.IN_BLOCK)
 """The axes that replace inputs in the arrays of a matrix in blocks, until they are packed."""
 
 
@@ -53,7 +54,7 @@ class BlockProduct:
         return product
 
 
-BlockProducts = Callable[[Encoding], BlockProduct | None]
+BlockProducts = Callable[[Encoding], BlockProduct | GroupProduct | None]
 """From an encoding to its kernel; None if it has none."""
 
 

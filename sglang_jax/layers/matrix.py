@@ -17,6 +17,7 @@ from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.layers.block_matrix import BlockMatrix
+from sglang_jax.layers.grouped_matrix import GroupedMatrix, GroupProduct
 from sglang_jax.layers.layout import InOutLayout, Layout
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.part import PartOptions
@@ -175,7 +176,9 @@ def _matrix(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartO
     product = options.block_products(encoding) if fits else None
     if product is None and encoding.block is None:
         return ScaledMatrix(encoding, inputs, outputs, parts, options.dtype)
-    if product is None:
+    if isinstance(product, GroupProduct) and product.serves(inputs):
+        return GroupedMatrix(product, inputs, outputs, parts)
+    if product is None or isinstance(product, GroupProduct):
         return PlainMatrix.of(inputs, outputs, parts, options.dtype)
     blocks = BlockMatrix(product, inputs, outputs, parts, options.dtype)
     if product.serves_all_rows:

@@ -35,6 +35,7 @@ MESH_AXIS: dict[Axis, str | None] = {
     Axis.STATE_HEADS: "tensor",
     Axis.TAPS: None,
     Axis.IN_BLOCKS: None,
+    Axis.SHARDED_IN_BLOCKS: "tensor",
     Axis.IN_BLOCK: None,
     Axis.IN_TILES: None,
     Axis.ONE: None,

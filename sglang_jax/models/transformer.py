@@ -20,7 +20,8 @@ from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttentions, no_cpu_
 from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
-from sglang_jax.layers.block_matrix import BlockMatrix, BlockProducts, no_blocks
+from sglang_jax.layers.block_matrix import BlockMatrix, BlockProduct, BlockProducts, no_blocks
+from sglang_jax.layers.grouped_matrix import GroupedMatrix
 from sglang_jax.layers.layout import Layout, OutInLayout, Table, TwoAxisLayout
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.matrix import Matrix, PlainMatrix, TwoFormMatrix, matrix_for
@@ -41,7 +42,7 @@ class Embedding(nnx.Module):
         vocabulary, part = [(Axis.VOCABULARY, vocab_size)], (Part.EMBEDDING,)
         encoding = options.encoding_of(*part)
         product = None if encoding is None or encoding.block is None else options.block_products(encoding)
-        if product is None or not product.serves_all_rows:
+        if not isinstance(product, BlockProduct) or not product.serves_all_rows:
             self.table: Parameter | None
             self.table = parameter([*vocabulary, (Axis.HIDDEN, options.hidden_size)], options.dtype, *part)
             self.blocks: BlockMatrix | None = None
@@ -119,7 +120,7 @@ class Transformer(nnx.Module):
         """Changes the weights, or their shapes, from the layout in which they are loaded and stored, the same on all
         platforms, to the one that the platform computes with, on `devices` devices."""
         for _, module in nnx.iter_modules(self):
-            if isinstance(module, BlockMatrix):
+            if isinstance(module, BlockMatrix | GroupedMatrix):
                 module.pack()
         if self.form.matrices:
             self.put_in_matrices()

@@ -68,6 +68,11 @@ def _of_integers(values: AnyValues) -> bool:
     return values is not ValueType.FLOAT8_E4M3
 
 
+def of_groups(values: AnyValues) -> bool:
+    """Whether a type is of weights in groups."""
+    return isinstance(values, GroupType)
+
+
 def has_blocks(checkpoint: Checkpoint, which: Callable[[AnyValues], bool] = _in_blocks) -> bool:
     """Whether some matrices are quantised in blocks, or as `which` has it."""
     reader = checkpoint.reader

@@ -77,8 +77,7 @@ class PagedModel:
             num_shards=num_shards,
         )
         load_weights(model, checkpoint.reader, checkpoint.config, mesh, quantization)
-        if mesh.size == 1 or num_shards is not None:
-            model.repack(mesh.size)
+        model.repack(mesh.size)
         self.model = model
         graph, self.state = nnx.split(model)
         spec = kv_cache_spec(

@@ -108,8 +108,21 @@ class FilterKernel:
     vocab_size: int = 128_256
 
 
-AnyKernel = Kernel | StateKernel | ConvolutionKernel | FilterKernel
-_KINDS = {kind.__name__: kind for kind in (Kernel, StateKernel, ConvolutionKernel, FilterKernel)}
+@dataclass(frozen=True)
+class GroupKernel:
+    """A product with weights in groups."""
+
+    rows: int = 64
+    inputs: int = 4096
+    outputs: int = 1024
+    group: int = 128
+    levels: str = "int4"
+    scales: str = "bfloat16"
+    zeros: bool = False
+
+
+AnyKernel = Kernel | StateKernel | ConvolutionKernel | FilterKernel | GroupKernel
+_KINDS = {kind.__name__: kind for kind in (Kernel, StateKernel, ConvolutionKernel, FilterKernel, GroupKernel)}
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
     from sglang_jax.kernels.kept_distance_pallas import fits, kept_distance
     from sglang_jax.kernels.kv_storage import page_shape
     from sglang_jax.kernels.ragged_paged_attention import (
@@ -299,6 +313,20 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
             return Outcome(str(error))
         return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
+    def one_of_groups(kernel: GroupKernel) -> Outcome:
+        of_groups = kernel.inputs // kernel.group, kernel.outputs
+        weights = GroupedWeights(
+            array((kernel.inputs, kernel.outputs), kernel.levels),
+            array(of_groups, kernel.scales),
+            array(of_groups, "int8") if kernel.zeros else None,
+        )
+        x = array((kernel.rows, kernel.inputs), "bfloat16")
+        try:
+            memory = jax.jit(multiply_in_groups).lower(x, weights).compile().memory_analysis()
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            return Outcome(str(error))
+        return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+
     def compiled(kernel: AnyKernel) -> Outcome:
         match kernel:
             case Kernel():
@@ -309,6 +337,8 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
                 return one_of_convolutions(kernel)
             case FilterKernel():
                 return one_of_filters(kernel)
+            case GroupKernel():
+                return one_of_groups(kernel)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return [compiled(kernel) for kernel in kernels]

@@ -12,6 +12,7 @@ from helpers.tpu_ahead_of_time import (
     TOPOLOGIES,
     ConvolutionKernel,
     FilterKernel,
+    GroupKernel,
     Kernel,
     Outcome,
     StateKernel,
@@ -97,6 +98,31 @@ FILTERS = [FilterKernel(), FilterKernel(lines=1, vocab_size=151_936)]
 MORE_FILTERS = [FilterKernel(lines=256), FilterKernel(lines=64, vocab_size=262_144), FilterKernel(vocab_size=50_257)]
 
 
+GROUPS = [
+    GroupKernel(),
+    GroupKernel(group=32, zeros=True, inputs=1376, outputs=300, rows=17),
+    GroupKernel(levels="int8", rows=200, inputs=1024),
+]
+MORE_GROUPS = [
+    *(
+        GroupKernel(rows, group=group, levels=levels, zeros=zeros)
+        for group in (32, 64, 128)
+        for levels, zeros in (("int4", False), ("int4", True), ("int8", True), ("float8_e4m3fn", False))
+        for rows in ((128, 512) if group == 32 else (128,))
+    ),
+    GroupKernel(inputs=14336, outputs=4096, group=32),
+    GroupKernel(inputs=14336, outputs=4096, rows=2048, scales="float32"),
+    GroupKernel(inputs=25600, outputs=5120, levels="int8", rows=512),
+]
+
+
+def check_groups(kernels: list[GroupKernel], outcomes: list[Outcome]) -> None:
+    """Weights are not widened, nor copied, in memory."""
+    for kernel, outcome in zip(kernels, outcomes, strict=True):
+        assert outcome.error is None, (kernel, outcome.error)
+        assert outcome.temporary < kernel.inputs * kernel.outputs // 4, kernel
+
+
 def check_filters(kernels: list[FilterKernel], outcomes: list[Outcome]) -> None:
     """Lines are padded to whole programs and columns, and there is no other copy of them."""
     for kernel, outcome in zip(kernels, outcomes, strict=True):
@@ -139,7 +165,7 @@ def check(kernels: list[Kernel], outcomes: list[Outcome]) -> None:
 
 @pytest.fixture(scope="module")
 def on_v6e() -> list[Outcome]:
-    return compile_kernels("v6e", [*STATES, *KERNELS, *CONVOLUTIONS, *FILTERS, TOO_LARGE])
+    return compile_kernels("v6e", [*STATES, *KERNELS, *CONVOLUTIONS, *FILTERS, *GROUPS, TOO_LARGE])
 
 
 @pytest.mark.slow
@@ -159,7 +185,12 @@ def test_kernels_of_convolutions_compile(on_v6e: list[Outcome]) -> None:
 
 @pytest.mark.slow
 def test_kernels_of_filters_compile(on_v6e: list[Outcome]) -> None:
-    check_filters(FILTERS, on_v6e[-1 - len(FILTERS) : -1])
+    check_filters(FILTERS, on_v6e[-1 - len(GROUPS) - len(FILTERS) : -1 - len(GROUPS)])
+
+
+@pytest.mark.slow
+def test_products_in_groups_compile(on_v6e: list[Outcome]) -> None:
+    check_groups(GROUPS, on_v6e[-1 - len(GROUPS) : -1])
 
 
 def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
@@ -177,11 +208,13 @@ def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
 )
 def test_a_mixed_step_compiles_for_other_chips(chip: str, kernel: Kernel) -> None:
     """It runs every kernel."""
-    attention, states, convolution, filters = compile_kernels(chip, [kernel, STATES[1], CONVOLUTIONS[1], FILTERS[0]])
+    mixed = [kernel, STATES[1], CONVOLUTIONS[1], FILTERS[0], *GROUPS]
+    attention, states, convolution, filters, *groups = compile_kernels(chip, mixed)
     check([kernel], [attention])
     check_states([STATES[1]], [states])
     check_convolutions([CONVOLUTIONS[1]], [convolution])
     check_filters([FILTERS[0]], [filters])
+    check_groups(GROUPS, groups)
 
 
 SHARED = {"paged_attention_decode", "paged_attention_prefill", "kv_write_runs", "state_rows", "state_chunks"}
@@ -261,3 +294,10 @@ def test_every_variant_of_filters_compiles(chip: str) -> None:
     assert refused == ([kernel for kernel in kernels if kernel.vocab_size > 140_000] if chip == "v4" else [])
     fitting = [pair for pair in zip(kernels, outcomes, strict=True) if pair[0] not in refused]
     check_filters(*map(list, zip(*fitting, strict=True)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "tpu7x"])
+def test_every_variant_of_groups_compiles(chip: str) -> None:
+    kernels = GROUPS + MORE_GROUPS
+    check_groups(kernels, compile_kernels(chip, kernels))

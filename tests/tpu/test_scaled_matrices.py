@@ -1,4 +1,4 @@
-"""Matrices of 8 bits, as libtpu compiles them: they are widened within the product, never in memory."""
+"""Quantised matrices, as libtpu compiles them: they are widened within the product, never in memory."""
 
 from __future__ import annotations
 
@@ -52,17 +52,56 @@ multiply = jax.jit(lambda *given: multiply_experts(ExpertProducts.ALL, *given, l
 print("PROGRAM", multiply.lower(array(jnp.bfloat16, 32, 512), weights, choice).compile().as_text())
 """
 
+_GROUPS = """
+import tempfile
+from pathlib import Path
+from tpu.worker import prepare_compiler
+
+prepare_compiler(Path(tempfile.mkdtemp()))
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from functools import partial
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
+from sglang_jax.layers.grouped_matrix import GroupedMatrix, GroupProduct, packed_groups
+from sglang_jax.layers.sharding import make_mesh, named_sharding, partition_spec
+
+mesh = make_mesh(topologies.get_topology_desc("v6e:2x2", "tpu").devices)
+kind = GroupType(Levels.INT4, 32, Scales.FLOAT16, zeros=True)
+hidden, inner = [(Axis.HIDDEN, 2048)], [(Axis.INTERMEDIATE, 4096)]
+for inputs, outputs, part in (
+    (hidden, [(Axis.GATE_OR_UP, 2), *inner], (Part.GATE, Part.UP)), (inner, hidden, (Part.DOWN,)),
+):
+    matrix = GroupedMatrix(GroupProduct(kind, 4), inputs, outputs, part)
+    blocks = matrix.arrays["values"]
+    shape = jax.ShapeDtypeStruct(blocks.shape, blocks.dtype, sharding=named_sharding(mesh, blocks.axes))
+    places = partition_spec(blocks.axes), partition_spec(matrix.axes)
+    pack = jax.jit(jax.shard_map(partial(packed_groups, kind), mesh=mesh, in_specs=places[:1], out_specs=places[1]))
+    pack.lower(shape).compile()
+    matrix.pack()
+    graph, state = nnx.split(matrix)
+    place = named_sharding(mesh, matrix.axes)
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place), state)
+    x = jax.ShapeDtypeStruct(
+        (64, inputs[0][1]), jnp.bfloat16, sharding=named_sharding(mesh, (Axis.TOKENS, inputs[0][0]))
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        multiply = jax.jit(lambda state, x: nnx.merge(graph, state).multiply(x))
+        print("PROGRAM", multiply.lower(shapes, x).compile().as_text())
+"""
+
 _WEIGHTS = 4096 * 2 * 8192
 _OF_EXPERTS = 64 * 32 * 512
 
 
 def test_they_are_widened_only_in_the_product() -> None:
     """Outputs of instructions outside of fusions are in memory: no 16- or 32-bit output has as many numbers."""
-    folders = [str(Path(__file__).parents[2]), str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, env=environment, check=False)
-    assert child.returncode == 0, child.stderr
-    _, *programs = child.stdout.split("PROGRAM")
+    programs = _programs(_CHILD)
     expected = [("s8", _WEIGHTS), ("f8e4m3fn", _WEIGHTS), ("f8e4m3fn", _OF_EXPERTS)]
     for program, (stored, weights) in zip(programs, expected, strict=True):
         (entry,) = re.findall(r"^ENTRY .*?^}", program, re.DOTALL | re.MULTILINE)
@@ -72,3 +111,22 @@ def test_they_are_widened_only_in_the_product() -> None:
         ]
         assert (stored, weights) in arrays
         assert not [kind for kind, size in arrays if kind in ("bf16", "f32") and size >= weights // 2]
+
+
+def test_each_device_multiplies_its_groups_by_the_kernel() -> None:
+    """In blocks of float16 scales, which are packed on the device; parts of inputs are summed."""
+    by_outputs, by_inputs = _programs(_GROUPS)
+    for program, levels in ((by_outputs, "s4[2048,2048]"), (by_inputs, "s4[1024,2048]")):
+        assert levels in program
+        assert program.count('custom_call_target="tpu_custom_call"') == 1
+        assert not re.search(r"(bf16|f32|s8|u8)\[(2048|1024),2048\]", program)
+    assert "all-reduce" in by_inputs
+    assert "all-reduce" not in by_outputs
+
+
+def _programs(child: str) -> list[str]:
+    folders = [str(Path(__file__).parents[2]), str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    found = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout.split("PROGRAM")[1:]

@@ -1,0 +1,262 @@
+"""Products with weights quantised in groups on TPUs: weights are read as they are stored, and widened in vector memory.
+
+A program takes some columns with all inputs, so weights are read once for up to `ROWS` rows, as many as a TPU
+multiplies while it reads them. A step of more rows widens a program's columns once and keeps them for all its rows.
+Weights are multiplied by their scales before the product, which then sums all inputs in the matrix units. Zeros are
+subtracted afterwards: the sum of a group's inputs, times its scale and zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sglang_jax.kernels.kv_storage import LANES
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import MIB, VMEM_LIMITS, current_chip
+
+Ref = Any
+"""A Pallas reference to memory; its type is not public."""
+
+Index = jax.Array | int
+Found = TypeVar("Found")
+
+ROWS = 128
+"""Maximum rows of a step that multiplies weights as soon as they are widened."""
+
+ROWS_AT_ONCE = 256
+"""Rows of a program in a step with more."""
+
+_COLUMNS, _COLUMNS_OF_MANY_ROWS = 512, 1024
+_FEW_OUTPUTS, _COLUMNS_OF_FEW = 2048, 256
+"""A matrix of fewer outputs takes less time in smaller programs: the first copy is shorter, and the last program is
+fuller."""
+_INPUTS = 4096
+"""Inputs whose code is written without a loop: half as many take a sixth longer in groups of 32."""
+_INPUTS_OF_MANY_ROWS = 1024
+_DEPTH = 256
+"""Inputs of a matrix unit."""
+
+_BFLOAT16, _FLOAT32 = jnp.bfloat16, jnp.float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GroupedWeights:
+    """A matrix `[inputs, outputs]`, each of whose weights is `scale * (level - zero)`.
+
+    - `levels`: `[inputs, outputs]` in int4, int8 or float8_e4m3fn.
+    - `scales`: `[groups, outputs]` in bfloat16 or float32; levels are multiplied in this dtype, and then rounded to
+      bfloat16. A group is `inputs / groups` inputs, a multiple of 32.
+    - `zeros`: int8 `[groups, outputs]`, for integer levels; None for zeros of 0.
+    """
+
+    levels: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None = None
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.levels.shape[0] // self.scales.shape[0]
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        return [each for each in (self.levels, self.scales, self.zeros) if each is not None]
+
+
+def multiply_in_groups(x: jax.Array, weights: GroupedWeights, *, interpret: bool = False) -> jax.Array:
+    """`x` bfloat16 `[T, inputs]` times `weights` → float32 `[T, outputs]`. `interpret`: without a TPU, for tests.
+
+    Raises `ValueError` for weights that do not fit into vector memory, and for groups that are not a multiple of 32."""
+    rows, inputs = x.shape
+    groups, outputs = weights.scales.shape
+    if inputs != weights.group * groups or weights.group % 32:
+        raise ValueError(f"groups have {weights.group} inputs of {inputs}: they must have a multiple of 32")
+    plan = _Plan.of(rows, weights)
+    arrays, of_rows, kept = weights.arrays, [x], [pltpu.VMEM((inputs, plan.columns), _BFLOAT16)]
+    if weights.zeros is not None:
+        of_rows.append(x.astype(_FLOAT32).reshape(rows, groups, -1).sum(2))
+        kept.append(pltpu.VMEM((groups, plan.columns), _FLOAT32))
+    return pl.pallas_call(
+        partial(_kernel_of_many_rows if plan.many else _kernel, with_zeros=weights.zeros is not None),
+        grid=(pl.cdiv(outputs, plan.columns), pl.cdiv(rows, plan.rows)),
+        in_specs=[
+            *(pl.BlockSpec((plan.rows, each.shape[1]), lambda column, row: (row, 0)) for each in of_rows),
+            *(pl.BlockSpec((len(each), plan.columns), lambda column, row: (0, column)) for each in arrays),
+        ],
+        out_specs=pl.BlockSpec((plan.rows, plan.columns), lambda column, row: (row, column)),
+        out_shape=jax.ShapeDtypeStruct((rows, outputs), _FLOAT32),
+        scratch_shapes=kept if plan.many else [],
+        # Addresses depend only on the program's numbers, so there is nothing to check.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMITS[current_chip()],
+            disable_bounds_checks=True,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * inputs * outputs,
+            bytes_accessed=sum(each.size * _bits(each) // 8 for each in arrays) + x.size * 2 + rows * outputs * 4,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="group_product",
+    )(*of_rows, *arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The rows and columns of a program, and whether it is one of `many` rows."""
+
+    rows: int
+    columns: int
+    many: bool
+
+    @classmethod
+    def of(cls, rows: int, weights: GroupedWeights) -> _Plan:
+        """The most columns that fit. Raises `ValueError` if none do."""
+        many, (inputs, outputs) = rows > ROWS, weights.levels.shape
+        room = VMEM_LIMITS[current_chip()] - 4 * MIB
+        of_few = _COLUMNS if outputs >= _FEW_OUTPUTS else _COLUMNS_OF_FEW
+        most = _COLUMNS_OF_MANY_ROWS if many else of_few
+        widths = [columns for columns in (1024, 512, 256, 128) if columns <= most]
+        for own in (ROWS_AT_ONCE, ROWS) if many else (rows,):
+            for columns in widths:
+                if cls(own, columns, many)._vmem_bytes(weights) <= room:
+                    return cls(own, min(outputs, columns), many)
+        raise ValueError(f"{inputs} inputs do not fit into the vector memory of {current_chip()}")
+
+    def _vmem_bytes(self, weights: GroupedWeights) -> int:
+        """With two buffers of what is copied. The compiler needs up to one more of widened weights of few rows."""
+        column = sum(len(each) * _bits(each) // 8 for each in weights.arrays)
+        inputs = weights.levels.shape[0]
+        widened = inputs if self.many else min(inputs, _INPUTS)
+        rows = -(-self.rows // 16) * 16 * (inputs * 2 + self.columns * 4)
+        return 2 * (column * self.columns + rows) + widened * self.columns * 2
+
+
+def _bits(array: jax.Array) -> int:
+    return 4 if array.dtype == jnp.int4 else 8 * array.dtype.itemsize
+
+
+def _kernel(x: Ref, *rest: Ref, with_zeros: bool) -> None:
+    *arrays, product = rest
+    if not with_zeros:
+        product[...] = _Columns(*arrays).multiply(x)
+        return
+    sums, *arrays = arrays
+    weights = _Columns(*arrays)
+    product[...] = weights.multiply(x) - _exactly(sums[...], weights.scaled_zeros())
+
+
+def _kernel_of_many_rows(x: Ref, *rest: Ref, with_zeros: bool) -> None:
+    """The first program of some columns widens them."""
+    if with_zeros:
+        sums, *arrays, product, widened, zeros = rest
+    else:
+        *arrays, product, widened = rest
+    weights = _Columns(*arrays)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        weights.widen(widened)
+        if with_zeros:
+            zeros[...] = weights.scaled_zeros()
+
+    product[...] = _product_of_many(x, widened)
+    if with_zeros:
+        product[...] -= _exactly(sums[...], zeros[...])
+
+
+def _product_of_many(x: Ref, weights: Ref) -> jax.Array:
+    """In a loop: a product of all inputs is written without one, and compiled for minutes."""
+
+    def add(first: Index, count: int, found: jax.Array) -> jax.Array:
+        own = pl.ds(first, count)
+        return found + jnp.dot(x[:, own], weights[own], preferred_element_type=_FLOAT32)
+
+    nothing = jnp.zeros((x.shape[0], weights.shape[1]), _FLOAT32)
+    return _in_runs(weights.shape[0], _INPUTS_OF_MANY_ROWS, add, nothing)
+
+
+def _exactly(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The product of float32 matrices, not in bfloat16."""
+    return jnp.dot(x, y, precision=lax.Precision.HIGHEST, preferred_element_type=_FLOAT32)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Some columns of a matrix, in vector memory."""
+
+    levels: Ref
+    scales: Ref
+    zeros: Ref | None = None
+
+    @property
+    def inputs(self) -> int:
+        count: int = self.levels.shape[0]
+        return count
+
+    @property
+    def group(self) -> int:
+        return self.inputs // int(self.scales.shape[0])
+
+    def multiply(self, x: Ref) -> jax.Array:
+        """Columns of the product, float32."""
+
+        def add(first: Index, count: int, product: jax.Array) -> jax.Array:
+            for at, depth, weights in self._pieces(first, count):
+                own = x[:, pl.ds(at, depth)]
+                product = product + jnp.dot(own, weights, preferred_element_type=_FLOAT32)
+            return product
+
+        return _in_runs(self.inputs, _INPUTS, add, jnp.zeros((x.shape[0], self.levels.shape[1]), _FLOAT32))
+
+    def widen(self, widened: Ref) -> None:
+        """Writes all weights."""
+
+        def write(first: Index, count: int, nothing: int) -> int:
+            for at, depth, weights in self._pieces(first, count):
+                widened[pl.ds(at, depth)] = weights
+            return nothing
+
+        _in_runs(self.inputs, _INPUTS, write, 0)
+
+    def _pieces(self, first: Index, count: int) -> Iterator[tuple[Index, int, jax.Array]]:
+        """Widened weights of `count` inputs, as many at a time as a matrix unit has: where they are, how many, and
+        bfloat16 `[inputs, columns]`."""
+        group = self.group
+        # Runs begin at whole tiles of scales: 4,096 inputs have 32 groups of 128.
+        begin = first // group if isinstance(first, int) else pl.multiple_of(first // group, _INPUTS // group)
+        scales = self.scales[pl.ds(begin, count // group)]
+        step = max(_DEPTH, group) // group * group
+        for at in range(0, count, step):
+            depth = min(step, count - at)
+            start = first + at if isinstance(first, int) else pl.multiple_of(first + at, LANES)
+            own = scales[at // group : (at + depth) // group]
+            levels = self.levels[pl.ds(start, depth)].astype(own.dtype).reshape(depth // group, group, -1)
+            yield start, depth, (levels * own[:, None]).astype(_BFLOAT16).reshape(depth, -1)
+
+    def scaled_zeros(self) -> jax.Array:
+        """`scale * zero`, float32 `[groups, columns]`."""
+        assert self.zeros is not None
+        return self.scales[...].astype(_FLOAT32) * self.zeros[...].astype(_FLOAT32)
+
+
+def _in_runs(inputs: int, length: int, add: Callable[[Index, int, Found], Found], start: Found) -> Found:
+    """`add(first input, count, found)` for runs of `length` inputs, in a loop, and then for the rest."""
+    runs, rest = divmod(inputs, length)
+    if runs == 1:
+        start = add(0, length, start)
+    elif runs:
+        start = lax.fori_loop(
+            0, runs, lambda run, found: add(pl.multiple_of(run * length, length), length, found), start
+        )
+    return add(runs * length, rest, start) if rest else start

@@ -1,0 +1,150 @@
+"""Matrices whose weights are quantised in groups, on TPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels
+from sglang_jax.checkpoint.reader import Role
+from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
+from sglang_jax.layers.parameter import Parameter, Sizes, parameter
+from sglang_jax.layers.sharding import MESH_AXIS, automatic_mesh, partition_spec
+
+_IN_ANOTHER_ORDER = {Axis.CHANNELS, Axis.STATE_HEADS}
+"""Axes along which each of several devices has several runs of the checkpoint's rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProduct:
+    """The TPU kernel of products with matrices in groups of one `kind`, sharded over `devices`. `interpret`: for tests
+    without a TPU."""
+
+    kind: GroupType
+    devices: int = 1
+    interpret: bool = False
+
+    @property
+    def serves_all_rows(self) -> bool:
+        return True
+
+    def serves(self, inputs: Sizes) -> bool:
+        """Whether each device has whole groups of a matrix with these inputs."""
+        own = math.prod(size for _, size in inputs)
+        if _sharded(inputs) and self.devices > 1:
+            own, cut = divmod(own, self.devices)
+            if cut or _IN_ANOTHER_ORDER & {axis for axis, _ in inputs}:
+                return False
+        return own % self.kind.weights == 0
+
+    def multiply(self, x: jax.Array, weights: GroupedWeights) -> jax.Array:
+        return multiply_in_groups(x, weights, interpret=self.interpret)
+
+
+def group_product(encoding: Encoding, devices: int) -> GroupProduct | None:
+    """The kernel of an encoding; None for matrices that are not in groups, and for floats with zeros."""
+    kind = encoding.values
+    if not isinstance(kind, GroupType) or (kind.zeros and kind.levels is Levels.FLOAT8_E4M3):
+        return None
+    return GroupProduct(kind, devices)
+
+
+class GroupedMatrix(nnx.Module):
+    """A matrix in groups, without values at first: loaded as stored, in blocks `[*out, blocks, bytes]`, and then
+    packed to the arrays of `GroupedWeights`, with scales in bfloat16. Each device has those of its inputs or outputs,
+    with several output axes in the order of its own part."""
+
+    def __init__(self, product: GroupProduct, inputs: Sizes, outputs: Sizes, parts: Sequence[Part]) -> None:
+        """`parts`: the matrices that it consists of."""
+        kind, of_inputs = product.kind, _sharded(inputs)
+        count = math.prod(size for _, size in inputs) // kind.weights
+        blocks = [(Axis.SHARDED_IN_BLOCKS if of_inputs else Axis.IN_BLOCKS, count), (Axis.IN_BLOCK, kind.nbytes)]
+        values = parameter([*outputs, *blocks], jnp.dtype(jnp.uint8), *parts, role=Role.VALUES)
+        self.arrays = nnx.Dict(values=values)
+        self.product = product
+        self.of_inputs = of_inputs
+        self.output_axes = tuple(axis for axis, _ in outputs)
+        self.output_sizes = tuple(size if MESH_AXIS[axis] is None else -1 for axis, size in outputs)
+        rows = Axis.SHARDED_IN_BLOCKS if of_inputs else Axis.IN_TILES
+        self.axes = rows, next((axis for axis in self.output_axes if MESH_AXIS[axis]), Axis.IN_TILES)
+
+    def pack(self) -> None:
+        """Changes the loaded array, or its shape, to those that the kernel reads."""
+        blocks = self.arrays["values"]
+        values, pack = blocks.get_value(), partial(packed_groups, self.product.kind)
+        if isinstance(values, jax.ShapeDtypeStruct):
+            packed = jax.eval_shape(pack, values)
+        elif isinstance(values.sharding, NamedSharding):
+            places = partition_spec(blocks.axes), partition_spec(self.axes)
+            mesh = values.sharding.mesh
+            packed = jax.jit(jax.shard_map(pack, mesh=mesh, in_specs=places[:1], out_specs=places[1]))(values)
+        else:
+            packed = jax.jit(pack)(values)
+        named = {"levels": packed.levels, "scales": packed.scales, "zeros": packed.zeros}
+        self.arrays = nnx.Dict(
+            {
+                name: Parameter(array, axes=self.axes, parts=(), role=None)
+                for name, array in named.items()
+                if array is not None
+            }
+        )
+
+    def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
+        """`x [T, *in]` → float32 `[T, *out]`; see `Matrix`."""
+        x = x.reshape(len(x), -1).astype(jnp.bfloat16)
+        weights = GroupedWeights(**{name: array[...] for name, array in self.arrays.items()})
+        mesh = automatic_mesh()
+        if mesh is None:
+            return self._product(x, weights)
+
+        def own(x: jax.Array, weights: GroupedWeights) -> jax.Array:
+            product = self._product(x, weights)
+            return jax.lax.psum(product, "tensor") if self.of_inputs else product
+
+        columns = partition_spec((Axis.TOKENS, self.axes[0]))
+        places = columns, partition_spec(self.axes)
+        outputs = PartitionSpec() if self.of_inputs else partition_spec((Axis.TOKENS, *self.output_axes))
+        return jax.shard_map(own, mesh=mesh, in_specs=places, out_specs=outputs, check_vma=False)(x, weights)
+
+    def _product(self, x: jax.Array, weights: GroupedWeights) -> jax.Array:
+        return self.product.multiply(x, weights).reshape(len(x), *self.output_sizes)
+
+    def repack(self, layout: object) -> None:
+        """Does nothing: matrices in groups have only one layout, see `pack`."""
+
+
+def _sharded(sizes: Sizes) -> bool:
+    return any(MESH_AXIS[axis] is not None for axis, _ in sizes)
+
+
+def packed_groups(kind: GroupType, blocks: jax.Array) -> GroupedWeights:
+    """The weights of blocks `[*out, blocks, bytes]`. Levels and zeros of 4 bits become signed: 8 less."""
+    blocks = blocks.reshape(-1, *blocks.shape[-2:])
+    first = kind.weights * kind.levels.bits // 8
+    last = first + kind.scales.dtype.itemsize
+    levels, zeros = blocks[..., :first], blocks[..., last] if kind.zeros else None
+    scales = jax.lax.bitcast_convert_type(blocks[..., first:last], jnp.dtype(kind.scales.dtype)).astype(jnp.bfloat16)
+    if kind.levels is Levels.INT4:
+        levels = _signed(jnp.concatenate((levels & 15, levels >> 4), axis=-1))
+        zeros = None if zeros is None else _signed(zeros)
+    else:
+        levels = jax.lax.bitcast_convert_type(levels, jnp.dtype(kind.levels.dtype))
+        zeros = None if zeros is None else jax.lax.bitcast_convert_type(zeros, jnp.int8)
+    matrix = levels.reshape(len(levels), -1).T
+    if kind.levels is Levels.INT4:
+        matrix = matrix.astype(jnp.int4)
+    return GroupedWeights(matrix, scales.T, None if zeros is None else zeros.T)
+
+
+def _signed(levels: jax.Array) -> jax.Array:
+    return levels.astype(jnp.int8) - Levels.INT4.zero

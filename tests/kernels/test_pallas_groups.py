@@ -1,0 +1,93 @@
+"""Products with weights in groups by the kernel for TPUs, in Pallas' interpreter, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sglang_jax.kernels import group_product_pallas
+from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
+
+multiply = jax.jit(partial(multiply_in_groups, interpret=True))
+
+
+def random_weights(
+    inputs: int, outputs: int, group: int, levels: str, scales: str, zeros: bool
+) -> tuple[GroupedWeights, NDArray[np.float64], NDArray[np.float64]]:
+    """With them, the matrix in float64, and the largest error of each weight, relative to `scale`: levels and scales
+    are multiplied in the dtype of scales and rounded to bfloat16."""
+    random = np.random.default_rng(inputs + outputs)
+    lowest = {"int4": -8, "int8": -128, "float8_e4m3fn": -240}[levels]
+    found = jnp.asarray(random.uniform(lowest, -lowest - 1, (inputs, outputs)).round(), jnp.dtype(levels))
+    factors = jnp.asarray(random.uniform(0.5, 2, (inputs // group, outputs)), jnp.dtype(scales))
+    offsets = jnp.asarray(random.integers(-8, 8, factors.shape), jnp.int8) if zeros else None
+    numbers, of_group = (np.asarray(each, np.float64) for each in (found, factors))
+    wide = of_group.repeat(group, 0)
+    rounding = 2.0**-8 * np.abs(numbers) * wide
+    if offsets is not None:
+        numbers = numbers - np.asarray(offsets, np.float64).repeat(group, 0)
+    return GroupedWeights(found, factors, offsets), numbers * wide, rounding
+
+
+def worst(rows: int, inputs: int, weights: GroupedWeights, exact: tuple[NDArray[np.float64], ...]) -> float:
+    """The largest error of a product, as a share of what roundings allow."""
+    x = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, inputs)), jnp.bfloat16)
+    numbers, (matrix, rounding) = np.asarray(x, np.float64), exact
+    product = np.asarray(multiply(x, weights), np.float64)
+    assert product.shape == (rows, matrix.shape[1])
+    # Roundings of single weights have any sign, so a quarter of the worst sum is plenty.
+    allowed = 0.25 * np.abs(numbers) @ rounding + 1e-5 * np.abs(numbers) @ np.abs(matrix)
+    return float((np.abs(product - numbers @ matrix) / allowed).max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "group", "levels", "scales", "zeros"),
+    [
+        (1, 64, 24, 32, "int4", "bfloat16", False),
+        (8, 1376, 300, 32, "int4", "float32", True),
+        (17, 2 * 4096 + 320, 600, 64, "int4", "bfloat16", True),
+        (64, 896, 640, 128, "int4", "bfloat16", False),
+        (200, 1024 + 128, 1300, 128, "int4", "bfloat16", True),
+        (17, 1088, 512, 32, "int8", "bfloat16", True),
+        (300, 2 * 1024, 130, 64, "int8", "float32", False),
+        (64, 896, 130, 128, "int8", "float32", True),
+        (8, 640, 130, 128, "float8_e4m3fn", "float32", False),
+        (200, 256, 130, 32, "float8_e4m3fn", "bfloat16", False),
+    ],
+)
+def test_products_equal_those_of_float64(
+    rows: int, inputs: int, outputs: int, group: int, levels: str, scales: str, zeros: bool
+) -> None:
+    """For tiles of rows, columns and inputs with and without a rest; a scale or zero that belongs to another group, or
+    a level in another place, is noticed."""
+    weights, *exact = random_weights(inputs, outputs, group, levels, scales, zeros)
+    assert worst(rows, inputs, weights, tuple(exact)) < 1
+    faults = [GroupedWeights(weights.levels, jnp.roll(weights.scales, 1, 0), weights.zeros)]
+    faults.append(GroupedWeights(jnp.roll(weights.levels, inputs // 2, 0), weights.scales, weights.zeros))
+    if weights.zeros is not None:
+        faults.append(GroupedWeights(weights.levels, weights.scales, weights.zeros + 1))
+    for fault in faults if inputs < 1000 else ():
+        assert worst(rows, inputs, fault, tuple(exact)) > 1
+
+
+def test_a_step_of_many_rows_has_the_results_of_one_of_few() -> None:
+    """Except for the order of sums."""
+    weights, *_ = random_weights(512, 256, 32, "int4", "bfloat16", zeros=True)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(150, 512)), jnp.bfloat16)
+    few, many = multiply(x[:100], weights), multiply(x, weights)
+    np.testing.assert_allclose(few, many[:100], rtol=0, atol=1e-4 * float(jnp.abs(many).max()))
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    monstrous = jax.ShapeDtypeStruct((2**20, 128), jnp.int8)
+    weights = GroupedWeights(monstrous, jax.ShapeDtypeStruct((2**15, 128), jnp.bfloat16))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1048576 inputs do not fit into the vector memory of interpreter"):
+        jax.eval_shape(multiply, jax.ShapeDtypeStruct((1, 2**20), jnp.bfloat16), weights)
+    odd = GroupedWeights(jnp.zeros((48, 128), jnp.int8), jnp.zeros((3, 128), jnp.bfloat16))
+    with pytest.raises(ValueError, match="groups have 16 inputs of 48: they must have a multiple of 32"):
+        group_product_pallas.multiply_in_groups(jnp.zeros((1, 48), jnp.bfloat16), odd)

@@ -1,0 +1,137 @@
+"""Matrices in groups by the TPU kernel, in Pallas' interpreter: their products are those of the dequantised weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.quick_programs import xla_flags
+
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.ggml_blocks import BlockType
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
+from sglang_jax.checkpoint.reader import Role
+from sglang_jax.layers.grouped_matrix import GroupedMatrix, GroupProduct, group_product
+
+ROOT = Path(__file__).parents[2]
+
+INPUTS = [(Axis.HEADS, 3), (Axis.HEAD_DIM, 128)]
+OUTPUTS = [(Axis.GATE_OR_UP, 2), (Axis.INTERMEDIATE, 24)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        GroupType(Levels.INT4, 32, Scales.FLOAT16, zeros=True),
+        GroupType(Levels.INT4, 128, Scales.BFLOAT16),
+        GroupType(Levels.INT8, 64, Scales.FLOAT32, zeros=True),
+        GroupType(Levels.FLOAT8_E4M3, 128, Scales.FLOAT32),
+    ],
+    ids=lambda kind: kind.value,
+)
+def test_packed_blocks_multiply_as_the_dequantised_matrix(kind: GroupType) -> None:
+    """With axes of inputs and outputs in their places."""
+    random = np.random.default_rng(0)
+    levels = random.integers(0, 16 if kind.levels is Levels.INT4 else 256, (48, 384)).astype(np.uint8)
+    if kind.levels is Levels.FLOAT8_E4M3:
+        levels &= 0x7E  # finite numbers
+    zeros = random.integers(3, 17, (48, 384 // kind.weights)).astype(np.uint8) if kind.zeros else None
+    scales = random.uniform(0.5, 2, (48, 384 // kind.weights)).astype(kind.scales.dtype)
+    blocks = kind.join(levels, scales, zeros)
+    matrix = GroupedMatrix(GroupProduct(kind, interpret=True), INPUTS, OUTPUTS, (Part.GATE, Part.UP))
+    assert matrix.arrays["values"].shape == (2, 24, 384 // kind.weights, kind.nbytes)
+    matrix.arrays["values"].set_value(jnp.asarray(blocks.reshape(2, 24, *blocks.shape[1:])))
+    matrix.pack()
+    x = jnp.asarray(random.normal(size=(5, 3, 128)), jnp.bfloat16)
+    found = matrix.multiply(x)
+    assert found.shape == (5, 2, 24)
+    wide = Stored(Encoding(kind), {Role.VALUES: blocks}).widened().astype(np.float64)
+    expected = np.asarray(x, np.float64).reshape(5, -1) @ wide.T
+    assert np.abs(np.asarray(found).reshape(5, -1) - expected).max() < 2**-8 * np.abs(expected).max()
+
+
+def test_shapes_are_packed_as_arrays_are() -> None:
+    """Before weights are loaded, for programs that are compiled meanwhile."""
+    product = GroupProduct(GroupType(Levels.INT4, 64, Scales.FLOAT16, zeros=True))
+    matrix = GroupedMatrix(product, INPUTS, OUTPUTS, (Part.GATE, Part.UP))
+    matrix.pack()
+    found = {name: (each.dtype.name, each.shape) for name, each in matrix.arrays.items()}
+    assert found == {"levels": ("int4", (384, 48)), "scales": ("bfloat16", (6, 48)), "zeros": ("int8", (6, 48))}
+
+
+def test_the_kernel_serves_whole_groups_on_each_device() -> None:
+    kind = GroupType(Levels.INT4, 64, Scales.FLOAT16)
+    assert GroupProduct(kind, 2).serves([(Axis.INTERMEDIATE, 256)])
+    assert not GroupProduct(kind, 2).serves([(Axis.INTERMEDIATE, 192)])
+    assert GroupProduct(kind, 2).serves([(Axis.HIDDEN, 192)])  # of which each device has all
+    assert not GroupProduct(kind).serves([(Axis.HIDDEN, 96)])
+    assert GroupProduct(kind).serves([(Axis.CHANNELS, 256)])
+    assert not GroupProduct(kind, 2).serves([(Axis.CHANNELS, 256)])
+    assert group_product(Encoding(kind), 2) == GroupProduct(kind, 2)
+    assert group_product(Encoding(BlockType.Q4_0), 2) is None
+    assert group_product(Encoding(GroupType(Levels.FLOAT8_E4M3, 64, Scales.FLOAT32, zeros=True)), 1) is None
+
+
+_PROGRAM = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
+from helpers.paged_model import PagedModel
+from sglang_jax.layers.grouped_matrix import GroupedMatrix, group_product
+from sglang_jax.layers.sharding import make_mesh
+
+sequences = [np.random.default_rng(0).integers(0, 384, length) for length in (12, 21)]
+steps = ({0: 10, 1: 20}, {0: 1, 1: 1})
+sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
+folder = Path(sys.argv[1])
+make_grouped_checkpoint(folder, "qwen2", Grouped.AWQ, num_key_value_heads=2, **sizes)
+expected = PagedModel(folder, dtype="bfloat16").run(sequences, steps)
+# Four devices have copies of two kv heads.
+for devices, platform in ((1, None), (2, None), (4, "tpu")):
+    def products(encoding):
+        found = group_product(encoding, devices)
+        return None if found is None else replace(found, interpret=True)
+
+    mesh = make_mesh(jax.devices()[:devices])
+    model = PagedModel(folder, dtype="bfloat16", mesh=mesh, block_products=products, platform=platform)
+    grouped = [each for _, each in nnx.iter_modules(model.model) if isinstance(each, GroupedMatrix)]
+    assert len(grouped) == 4
+    for matrix in grouped:
+        for array in matrix.arrays.values():
+            own = array.get_value()
+            assert own.addressable_shards[0].data.size * devices == own.size, (own.shape, matrix.axes)
+    for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
+        error = np.linalg.norm(logits - wanted) / np.linalg.norm(wanted)
+        print(devices, error)
+        assert error < 0.02, (devices, error)
+"""
+
+
+def test_models_in_groups_give_the_logits_of_widened_ones_on_any_number_of_devices(tmp_path: Path) -> None:
+    """With each device's share of every matrix. Activations are bfloat16, so roundings differ."""
+    found = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(tmp_path)],
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=4"),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
