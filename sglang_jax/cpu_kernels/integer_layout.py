@@ -23,6 +23,9 @@ from sglang_jax.runner.this_machine import cpu_cores
 OF_BLOCK = 4
 """Words of a row of activations for each block: see `integer_tiles.round_row`."""
 
+SMALLEST = 2.0**-120
+"""Divided by smaller numbers, 127 is infinite in float32."""
+
 OUTPUTS_OF_ITEM = 32
 """Rows of the matrix in a work item."""
 
@@ -187,11 +190,11 @@ def _packed_scales(blocks: Unpacked, outputs: int) -> Array:
 
 def rounded_rows(x: Array) -> Array:
     """Rows `[T, inputs]` as integer products round them, float32: the numbers nearest to them of 255 in each block of
-    32."""
+    32; 0 in blocks of numbers up to `SMALLEST`."""
     parts = x.astype(np.float32).reshape(len(x), -1, BLOCK)
     largest = np.abs(parts).max(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+        inverse = np.where(largest > SMALLEST, np.float32(127) / largest, np.float32(0))
     found: Array = (np.rint(parts * inverse) * (largest / np.float32(127))).reshape(x.shape)
     return found
 

@@ -194,6 +194,17 @@ def test_nan_and_infinity_are_reported(products: str, tmp_path: Path) -> None:
     assert bool(found[[0, 2, 3, 5]].isfinite().all())
 
 
+def test_rows_too_small_for_a_scale_are_zeros(tmp_path: Path) -> None:
+    """The quotients of such rows would be infinite, which has no integer; offsets would multiply the sum of these."""
+    blocks, _ = blocks_of(GGMLQuantizationType.Q4_1, 16, 64, tmp_path)
+    x = torch.tensor([[1e-38], [-1e-40], [3e-37], [1e-36]]).repeat(1, 64).bfloat16()
+    x[:, 7] = 0  # else the sums of what processors return would wrap around to 0
+    found = integer_products().matrix(blocks, None).multiply(x)
+    assert bool((found[:3] == 0).all())
+    exact = x.double() @ torch.from_numpy(blocks.widened()).double().T
+    torch.testing.assert_close(found[3].double(), exact[3], rtol=0.02, atol=1e-36)
+
+
 @needs_units
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_a_model_with_blocks_has_the_logits_of_the_widened_one(tied: bool, tmp_path: Path) -> None:
