@@ -20,12 +20,13 @@ from sglang_jax.runner.determinism import shards_of
 from sglang_jax.runner.quantization import (
     asks_for_blocks,
     encodings_of,
-    has_blocks,
+    has_groups,
     keeps_blocks,
     matrices_in_bfloat16,
     only_bfloat16,
     only_blocks,
     refuse_blocks,
+    require_kernels_for_groups,
     rounds_activations,
     wants_blocks,
 )
@@ -36,7 +37,6 @@ from torch_backend.kernel_choice import Kernels, choose_kernels, refuse_sinks
 from torch_backend.kv_pages import KVForm, StateDtypes
 from torch_backend.layers.bfloat16 import Bfloat16Weights
 from torch_backend.layers.blocks import BlockMatrices
-from torch_backend.layers.grouped import is_grouped
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import TensorParallel
@@ -136,8 +136,11 @@ class TorchBackend:
             alone = _only_kernels(self.config, checkpoint, () if stay is None else stay.names)
             torch.set_num_threads(1 if alone else self.kernels.threads.size)
         build = self._builder(checkpoint, quantization, self.num_shards)
-        grouped = self._keeps_groups and has_blocks(checkpoint, is_grouped)
-        model = build(block_matrices=_block_matrices(self.config, checkpoint, build, self.kernels, grouped=grouped))
+        grouped = self._keeps_groups and has_groups(self.config, checkpoint)
+        blocks = _block_matrices(self.config, checkpoint, build, self.kernels, grouped=grouped)
+        if not grouped and (blocks is None or not blocks.serves_all_rows):
+            require_kernels_for_groups(self.config, "a GPU, or a CPU with numba and activations rounded to int8")
+        model = build(block_matrices=blocks)
         return self._unloaded(checkpoint, quantization, self.kv_form, model, in_shards=self.num_shards is not None)
 
     def build_draft(self, draft: Checkpoint) -> UnloadedModel:

@@ -49,10 +49,10 @@ from sglang_jax.runner.determinism import check_divisible, shards_of
 from sglang_jax.runner.quantization import (
     asks_for_blocks,
     encodings_of,
-    has_blocks,
+    has_groups,
     keeps_blocks,
-    of_groups,
     refuse_blocks,
+    require_kernels_for_groups,
     rounds_activations,
     wants_blocks,
 )
@@ -145,6 +145,9 @@ class JaxBackend:
         parallel = TensorParallel.of(models.main.config, self.config.tp_size, self.num_shards)
         build = self._builder(parallel, models.main, models.quantization, self.kv_dtype)
         products = _block_products(self.config, models.main, build, self.devices[0], self.dtype, self.num_shards)
+        if products is no_blocks:
+            needed = "a TPU and bfloat16, or one CPU device with numba and activations rounded to int8"
+            require_kernels_for_groups(self.config, needed)
         build = partial(build, block_products=products)
         return UnloadedModel(models.main, models.quantization, parallel, self.kv_dtype, build, build())
 
@@ -213,7 +216,7 @@ def _block_products(
     """The kernels for matrices in groups on TPUs, if the layers of a device are not computed in shards. On CPUs, those
     for matrices that are also kept in blocks, of the model that `build` creates; none if the blocks would take too much
     memory. Raises `ConfigError` if the options ask for blocks that are not supported."""
-    if device.platform == "tpu" and has_blocks(checkpoint, of_groups) and not asks_for_blocks(config):
+    if device.platform == "tpu" and has_groups(config, checkpoint) and not asks_for_blocks(config):
         return (
             partial(group_product, devices=config.tp_size)
             if dtype == jnp.bfloat16 and num_shards is None

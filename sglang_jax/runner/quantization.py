@@ -69,8 +69,8 @@ def _of_integers(values: AnyValues) -> bool:
 
 
 def of_groups(values: AnyValues) -> bool:
-    """Whether a type is of weights in groups."""
-    return isinstance(values, GroupType)
+    """Whether a type is of weights in groups that kernels of accelerators multiply."""
+    return isinstance(values, GroupType) and not (values.zeros and values.levels is Levels.FLOAT8_E4M3)
 
 
 def has_blocks(checkpoint: Checkpoint, which: Callable[[AnyValues], bool] = _in_blocks) -> bool:
@@ -80,6 +80,17 @@ def has_blocks(checkpoint: Checkpoint, which: Callable[[AnyValues], bool] = _in_
         return False
     encodings = (reader.encoding(name) for name in reader.names())
     return any(encoding is not None and which(encoding.values) for encoding in encodings)
+
+
+def has_groups(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    """Whether some matrices are quantised in groups, by the checkpoint or by the options."""
+    return config.quantization is WeightQuantization.INT4 or has_blocks(checkpoint, of_groups)
+
+
+def require_kernels_for_groups(config: EngineConfig, needed: str) -> None:
+    """For a model without kernels for matrices in groups: raises `ConfigError` if an option asks for such matrices."""
+    if config.quantization is WeightQuantization.INT4:
+        raise ConfigError(f"quantization int4 needs {needed}; or choose int8")
 
 
 def only_blocks(checkpoint: Checkpoint) -> bool:
@@ -104,8 +115,6 @@ def wants_blocks(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     has none."""
     rounds = rounds_activations(config)
     which = _of_integers if rounds else WITH_EXACT_ACTIVATIONS.__contains__
-    if config.quantization is WeightQuantization.INT4 and not rounds:
-        raise ConfigError("quantization int4 rounds activations to int8: remove it, or what asks for exact results")
     if (rounds and config.quantization in _ROUNDED) or has_blocks(checkpoint, which):
         return config.keep_gguf_blocks or rounds
     if asks_for_blocks(config):
@@ -126,7 +135,7 @@ def asks_for_blocks(config: EngineConfig) -> bool:
 def refuse_blocks(config: EngineConfig, checkpoint: Checkpoint, needed: str) -> None:
     """Logs what CPU kernels for matrices of integers would have `needed`. Raises `ConfigError` if an option asks for
     them."""
-    if asks_for_blocks(config) or config.quantization is WeightQuantization.INT4:
+    if asks_for_blocks(config):
         raise ConfigError(f"{_option_of_blocks(config)} needs {needed}")
     if has_blocks(checkpoint):
         logger.info("Matrices in blocks are widened: blocks need %s", needed)
@@ -135,8 +144,6 @@ def refuse_blocks(config: EngineConfig, checkpoint: Checkpoint, needed: str) -> 
 
 
 def _option_of_blocks(config: EngineConfig) -> str:
-    if config.quantization is WeightQuantization.INT4:
-        return "quantization int4"
     return "keep_gguf_blocks" if config.keep_gguf_blocks else "cpu_activations int8"
 
 

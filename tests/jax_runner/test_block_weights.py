@@ -198,3 +198,7 @@ def test_blocks_are_refused_for_checkpoints_and_machines_without_support(
     monkeypatch.setattr(vectors, "supported", lambda: True)
     with pytest.raises(ConfigError, match=r"keep_gguf_blocks: .*tensors has no Q4_0, Q4_1 or Q8_0 matrices"):
         load_rank(options(folder), open_checkpoint(str(folder)))
+    for changes in ({"cpu_activations": "exact"}, {"dtype": "float32"}):
+        rounded = EngineConfig(model_path=str(folder), quantization="int4", device="cpu", **changes)
+        with pytest.raises(ConfigError, match="quantization int4 needs a TPU and bfloat16, or one CPU"):
+            load_rank(rounded, open_checkpoint(str(folder)))

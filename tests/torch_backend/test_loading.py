@@ -256,6 +256,13 @@ def test_equal_results_of_experts_are_refused_on_a_gpu(tmp_path: Path) -> None:
         building.TorchBackend.choose(config, models, torch.device("cuda"), SingleProcess())
 
 
+def test_groups_of_4_bits_need_a_kernel(folder: Path) -> None:
+    """Without one, the weights would take the memory of those that are not quantised."""
+    for changes in ({}, {"dtype": Dtype.BFLOAT16, "cpu_activations": "exact"}):
+        with pytest.raises(ConfigError, match="quantization int4 needs a GPU, or a CPU with numba and activations"):
+            make_runner(options(folder, quantization="int4", **changes))
+
+
 def test_later_runners_have_as_many_threads(folder: Path) -> None:
     """Sums may depend on the number of threads."""
     before = torch.get_num_threads()
