@@ -17,6 +17,7 @@ from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType, Unpacked
 from sglang_jax.checkpoint.group_blocks import SIZES, GroupType, Levels
 from sglang_jax.checkpoint.reader import Array
 from sglang_jax.cpu_kernels.block_layout import LARGEST, BlockForm, PackedBlocks, PackedShapes, blocks_of
+from sglang_jax.cpu_kernels.huge_pages import huge_pages
 from sglang_jax.runner.this_machine import cpu_cores
 
 OF_BLOCK = 4
@@ -129,7 +130,7 @@ def pack_for_integers(stored: Stored, *, outputs: int, zero: int) -> PackedBlock
     """
     kind, (rows, inputs) = kind_of(stored.encoding.values), stored.shape
     shapes = _shapes(stored.encoding, rows // outputs, inputs // BLOCK, outputs=outputs)
-    levels, scales = (np.empty(*each) for each in shapes)
+    levels, scales = (huge_pages.zeros(*each) for each in shapes)
     words = levels.view(np.uint32)[..., 0]
     together = max(_WEIGHTS_AT_A_TIME // (outputs * inputs), 1)
 

@@ -19,6 +19,7 @@ from helpers.cpu_kernels import block_products, integer_products
 from helpers.fixed_rows import differences
 from helpers.gguf_blocks import EXACT_KINDS, KINDS, make_mixed_gguf, opened, stored
 from helpers.gguf_files import make_tiny_gguf
+from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from helpers.torch_paged_model import TorchPagedModel
 from torch.nn import functional
@@ -240,6 +241,19 @@ def test_a_model_with_matrices_of_several_types_stays_in_blocks(tmp_path: Path) 
     steps = [{0: 80, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
     for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+def test_a_model_in_groups_has_the_logits_of_the_widened_one(tmp_path: Path) -> None:
+    """Its matrices stay in groups; logits differ by what rounding activations to int8 costs."""
+    make_grouped_checkpoint(tmp_path, "qwen3", Grouped.AWQ)
+    widened = TorchPagedModel(tmp_path, dtype=torch.bfloat16, page_size=16)
+    blocks = TorchPagedModel(tmp_path, dtype=torch.bfloat16, page_size=16, block_matrices=integer_products())
+    kept = [each for each in blocks.model.modules() if isinstance(each, QuantisedMatrix)]
+    assert len(kept) == 4 * 2
+    tokens = np.random.default_rng(0).integers(0, 300, (4, 90)).astype(np.int32)
+    steps = [{0: 80, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
+        assert 0 < np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
