@@ -382,14 +382,16 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
     able = replace(plain, block_matrices=block_products())
     rounding = replace(plain, block_matrices=integer_products())
 
-    def kept(asked: bool, folder: Path, kernels: Kernels, **options: Any) -> BlockMatrices | None:
+    def kept(
+        asked: bool, folder: Path, kernels: Kernels, grouped: bool = False, **options: Any
+    ) -> BlockMatrices | None:
         options = {"cpu_activations": "exact"} | options
         config = EngineConfig(model_path=str(folder), keep_gguf_blocks=asked, **options)
 
         def build(**options: Any) -> Transformer:
             return TorchPagedModel(folder, dtype=torch.bfloat16, load=False, **options).model
 
-        return _block_matrices(config, open_checkpoint(str(folder)), build, kernels)
+        return _block_matrices(config, open_checkpoint(str(folder)), build, kernels, grouped=grouped)
 
     assert kept(False, file, able) is None
     if supported():
@@ -401,6 +403,8 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
         assert kept(False, file, rounding, **wanted) is rounding.block_matrices
         with pytest.raises(ConfigError, match="needs a CPU, numba, and activations in bfloat16"):
             kept(not options, file, plain, **wanted)
+        with pytest.raises(ConfigError, match="needs a CPU, numba"):
+            kept(True, file, plain, True, **wanted)
     assert kept(False, file, plain, cpu_activations="auto") is None
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
     assert kept(False, folder, rounding, cpu_activations="auto", quantization="int8") is rounding.block_matrices

@@ -179,6 +179,9 @@ def test_representative_kernels_compile_to_what_the_table_says() -> None:
     # per kilobyte of values
     product = compiled.kernels["sm_90 scaled_product: bfloat16, int8, 16 rows, 4096 x 4096: multiply_tiles"]
     assert product.loops[0] * product.warps / 8 < 220
+    # per kilobyte of levels
+    grouped = "sm_90 group_product: bfloat16, int4 in groups of 128, 16 rows, 4096 x 4096: multiply_groups"
+    assert compiled.kernels[grouped].loops[0] * compiled.kernels[grouped].warps / 8 < 250
     integers = compiled.kernels["sm_90 integer_product: bfloat16, 16 rows, 4096 x 4096: multiply_tiles"]
     assert integers.loops[0] * integers.warps / 8 < 60
     assert bfloat16.loops[0] * bfloat16.warps / 32 < 80
