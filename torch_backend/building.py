@@ -18,7 +18,9 @@ from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.assembly import Models
 from sglang_jax.runner.determinism import shards_of
 from sglang_jax.runner.quantization import (
+    asks_for_blocks,
     encodings_of,
+    has_blocks,
     keeps_blocks,
     matrices_in_bfloat16,
     only_bfloat16,
@@ -34,6 +36,7 @@ from torch_backend.kernel_choice import Kernels, choose_kernels, refuse_sinks
 from torch_backend.kv_pages import KVForm, StateDtypes
 from torch_backend.layers.bfloat16 import Bfloat16Weights
 from torch_backend.layers.blocks import BlockMatrices
+from torch_backend.layers.grouped import is_grouped
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import TensorParallel
@@ -133,7 +136,8 @@ class TorchBackend:
             alone = _only_kernels(self.config, checkpoint, () if stay is None else stay.names)
             torch.set_num_threads(1 if alone else self.kernels.threads.size)
         build = self._builder(checkpoint, quantization, self.num_shards)
-        model = build(block_matrices=_block_matrices(self.config, checkpoint, build, self.kernels))
+        grouped = self._keeps_groups and has_blocks(checkpoint, is_grouped)
+        model = build(block_matrices=_block_matrices(self.config, checkpoint, build, self.kernels, grouped=grouped))
         return self._unloaded(checkpoint, quantization, self.kv_form, model, in_shards=self.num_shards is not None)
 
     def build_draft(self, draft: Checkpoint) -> UnloadedModel:
@@ -155,6 +159,7 @@ class TorchBackend:
             states=self.kernels.states,
             parallel=self.parallel,
             encodings=encodings_of(checkpoint, quantization),
+            keeps_groups=self._keeps_groups,
             bfloat16=self._bfloat16_weights(checkpoint, quantization),
             fixed=self.config.batch_invariant,
             num_shards=num_shards,
@@ -166,6 +171,11 @@ class TorchBackend:
             return None
         names = _bfloat16_of(self.config, self.device, checkpoint, quantization)
         return Bfloat16Weights(names, self.kernels.bfloat16)
+
+    @property
+    def _keeps_groups(self) -> bool:
+        """A GPU multiplies matrices in groups, in an order that may depend on the step."""
+        return self.device.type == "cuda" and not self.config.batch_invariant
 
     def _recordings(self) -> RecordedLayers | None:
         """None where layers do more than call kernels that can be recorded."""
@@ -297,16 +307,18 @@ def _only_kernels(config: EngineConfig, checkpoint: Checkpoint, stay: Collection
 
 
 def _block_matrices(
-    config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels
+    config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels, *, grouped: bool
 ) -> BlockMatrices | None:
     """The kernels for matrices that keep their GGUF blocks, for the model that `build` makes; None if memory is too
-    small for blocks besides widened matrices. Raises `ConfigError` if blocks were asked for and cannot be kept."""
+    small for blocks besides widened matrices. `grouped`: its matrices stay in groups without these kernels. Raises
+    `ConfigError` if blocks were asked for and cannot be kept."""
     if not wants_blocks(config, checkpoint):
         return None
     if kernels.block_matrices is None:
-        refuse_blocks(
-            config, checkpoint, "a CPU, numba, and activations in bfloat16 with avx512_bf16, or rounded to int8"
-        )
+        if asks_for_blocks(config) or not grouped:
+            refuse_blocks(
+                config, checkpoint, "a CPU, numba, and activations in bfloat16 with avx512_bf16, or rounded to int8"
+            )
         return None
     if kernels.block_matrices.serves_all_rows:
         return kernels.block_matrices

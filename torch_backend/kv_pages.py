@@ -11,6 +11,7 @@ import torch
 from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.architectures.kinds.recurrent import StateArray, StateDtype
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
+from torch_backend import host_memory
 from torch_backend.recurrent.rows import States
 
 LARGEST_INT8 = 127.0
@@ -118,9 +119,9 @@ class KVPages:
         form = form if isinstance(form, KVForm) else KVForm(form, form)
         shape = (num_pages, kv_heads, page_size, head_dim)
         if shared:
-            keys = torch.zeros(shape, dtype=form.keys, device=device)
+            keys = host_memory.zeros(shape, form.keys, device)
             return cls(keys, keys)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (form.keys, form.values))
+        keys, values = (host_memory.zeros(shape, dtype, device) for dtype in (form.keys, form.values))
         if form.keys == torch.int8:
             token_scales = TokenScales.allocate(num_pages, kv_heads, page_size, head_dim, form, device)
             return cls(keys, values, token_scales=token_scales)

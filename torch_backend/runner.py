@@ -34,6 +34,7 @@ from sglang_jax.runner.plan import (
 from sglang_jax.runner.protocol import RunnerReport, cannot_reload
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
+from torch_backend import host_memory
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
 from torch_backend.draft_model import Drafter, DraftRequest, WithDraft
@@ -340,6 +341,7 @@ class TorchRunner:
                 storage.resize_(0)
             else:
                 storage.resize_(self._sizes.pop(page))
+                host_memory.ask(page)
                 page.zero_()
         if empty and self._device.type == "cuda":
             torch.cuda.empty_cache()

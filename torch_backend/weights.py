@@ -23,9 +23,11 @@ from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.runner.freed_memory import FreedMemory
+from torch_backend import host_memory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.experts import Experts
+from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, ScaledMatrix, TwoFormMatrix
 from torch_backend.layers.packed import packing_works
@@ -68,13 +70,17 @@ def load_weights(
         for (module, name, _), value in zip(together, _read(parameters, together), strict=True):
             setattr(module, name, nn.Parameter(value.to(model.device), requires_grad=False))
             freed.add(value.nbytes)
+    for module in model.modules():
+        if isinstance(module, Bfloat16Matrix) and not module.weight.is_meta:  # as that of a tied head
+            freed.add(module.weight.nbytes)
+            module.weight = nn.Parameter(host_memory.moved(module.weight), requires_grad=False)
     freed.give_back()
     if model.tied:
         model.tie()
     for module in model.modules():
         if isinstance(module, ScaledMatrix):
             module.choose_product(model.device, model.dtype)
-        if isinstance(module, QuantisedMatrix):
+        if isinstance(module, QuantisedMatrix | GroupedMatrix):
             module.pack()
             freed.add(sum(each.nbytes for each in module.parameters()))
     freed.give_back()
@@ -113,14 +119,13 @@ def bytes_in_blocks(model: Transformer) -> int:
 
 
 def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[ParameterName, str]:
-    """The matrices that stay as stored, in 8 bits with a scale per row, or in bfloat16 in a model of float32, and their
-    dtypes."""
+    """The matrices that stay as stored, in 8 bits with a scale per row, in blocks, or in bfloat16 in a model of
+    float32, and the type of their values."""
     found = {
-        part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
+        part.name: _stored_type(module, name)
         for module, name, parts in sources(model, config)
         for part in parts
-        if (part.role is Role.VALUES and not isinstance(module, TwoFormMatrix) and not _in_blocks(module))
-        or _stays_in_bfloat16(module, name)
+        if (part.role is Role.VALUES and not isinstance(module, TwoFormMatrix)) or _stays_in_bfloat16(module, name)
     }
     table, head = ParameterName(Part.EMBEDDING), ParameterName(Part.HEAD)
     if model.tied and table in found:
@@ -128,8 +133,12 @@ def matrices_as_stored(model: Transformer, config: ModelConfig) -> dict[Paramete
     return found
 
 
-def _in_blocks(module: nn.Module) -> bool:
-    return isinstance(module, QuantisedMatrix) and module.encoding.block is not None
+def _stored_type(module: nn.Module, name: str) -> str:
+    if isinstance(module, QuantisedMatrix):
+        return module.encoding.values.value
+    if isinstance(module, GroupedMatrix):
+        return module.kind.value
+    return str(module.get_parameter(name).dtype).removeprefix("torch.")
 
 
 def _stays_in_bfloat16(module: nn.Module, name: str) -> bool:

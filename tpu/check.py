@@ -83,7 +83,7 @@ DOES_NOT_FIT = 1
     "--quantization",
     default=WeightQuantization.AUTO.value,
     show_default=True,
-    type=click.Choice([kind.value for kind in WeightQuantization]),
+    type=click.Choice([kind.value for kind in WeightQuantization if kind is not WeightQuantization.INT4]),
     help="dtype of the matrices of layers; auto: as the checkpoint stores them",
 )
 @click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -116,7 +117,8 @@ class Stored:
         """Dequantises to float32, `[out, in]` or `[experts, out, in]`."""
         values = self.arrays[Role.VALUES]
         if self.encoding.block is not None:
-            blocks = self.encoding.block_type.unpack(values.reshape(-1, *values.shape[-2:]))
+            rows = math.prod(values.shape[:-2])
+            blocks = self.encoding.block_type.unpack(values.reshape(rows, *values.shape[-2:]))
             return blocks.widened().reshape(self.shape)
         widened: NDArray[np.float32] = values.astype(np.float32)
         widened *= self.arrays[Role.SCALES].astype(np.float32)[..., None]

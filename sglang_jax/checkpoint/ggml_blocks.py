@@ -81,7 +81,8 @@ class Unpacked:
         """The weights, rounded as the gguf package does: products to float32, then sums."""
         rows, blocks, together = self.levels.shape
         values = self.levels.astype(np.float32) - np.float32(self.zero)
-        values = values.reshape(rows, self.scales.shape[1], -1)
+        groups = self.scales.shape[1]
+        values = values.reshape(rows, groups, blocks * together // max(groups, 1))
         values *= self._numbers(self.scales, 0)[..., None]
         if self.offsets is not None:
             values += self._numbers(self.offsets, 1)[..., None]

@@ -117,7 +117,8 @@ class GroupType:
         levels, scales, zeros = self.split(blocks)
         wide = scales.astype(np.float32)
         offsets = None if zeros is None else -wide * zeros.astype(np.float32)
-        return Unpacked(levels.reshape(len(blocks), -1, BLOCK), 0 if self.zeros else self.levels.zero, wide, offsets)
+        in_blocks = levels.reshape(len(blocks), blocks.shape[1] * self.weights // BLOCK, BLOCK)
+        return Unpacked(in_blocks, 0 if self.zeros else self.levels.zero, wide, offsets)
 
 
 def group_size(inputs: int, stored: int) -> int | None:

@@ -70,7 +70,7 @@ def find_groups(
     most 500, that are not as their layout has them; reads no values."""
     expected = expected_tensors(config, folder.names())
     grouped = {
-        layer: CLASSES[scheme.layout](folder, layer, scheme, expected.get(f"{layer}{_WEIGHT}"))
+        layer: CLASSES[scheme.layout](folder, layer, scheme, expected)
         for layer, scheme in _schemes(folder, quantization, config).items()
     }
     faults = sorted(fault for matrix in grouped.values() for fault in matrix.faults())
@@ -108,4 +108,4 @@ def _schemes(
 
 def tensors_of_groups(grouped: Mapping[str, GroupedMatrix]) -> frozenset[str]:
     """The tensors of which the matrices may consist."""
-    return frozenset(f"{layer}{ending}" for layer, matrix in grouped.items() for ending in matrix.endings)
+    return frozenset[str]().union(*(matrix.tensors for matrix in grouped.values()))

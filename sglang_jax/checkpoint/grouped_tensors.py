@@ -5,7 +5,8 @@ Values of a few bits are packed in int32 words, the first in the lowest bits:
 - compressed-tensors: `weight_packed [out, in / values of a word]`, each value with half of its range added;
   `weight_scale [out, groups]`; perhaps `weight_zero_point`, packed along the outputs.
 - GPTQ: `qweight [in / values of a word, out]`, `scales [groups, out]`, `qzeros [groups, out / values of a word]`, which
-  are zeros less 1 in the first version of the format; perhaps `g_idx [in]`, the group of each input.
+  are zeros less 1 in the first version of the format; perhaps `g_idx [in]`, the group of each input; perhaps a `bias`
+  of zeros, which some tools write for every layer.
 - AWQ: `qweight [in, out / 8]` and `qzeros [groups, out / 8]`, the outputs of a word in the order 0, 2, 4, 6, 1, 3, 5,
   7; `scales [groups, out]`.
 - blocks of float8: `weight [out, in]`, and `weight_scale_inv`, a scale for each square of outputs and inputs.
@@ -14,7 +15,7 @@ Values of a few bits are packed in int32 words, the first in the lowest bits:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales, group_size
+from sglang_jax.checkpoint.packed_words import WORD, cut, signed_levels, unpacked_words
 from sglang_jax.checkpoint.reader import Array, Index, whole_index
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.errors import CheckpointError
 
-_WORD = 32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where a word has its first output, its second, and so on."""
 
@@ -68,7 +69,7 @@ class GroupScheme:
 
     @property
     def in_word(self) -> int:
-        return _WORD // self.levels.bits
+        return WORD // self.levels.bits
 
 
 class GroupedMatrix(ABC):
@@ -78,10 +79,10 @@ class GroupedMatrix(ABC):
     endings: tuple[str, ...]
 
     def __init__(
-        self, folder: SafetensorsReader, stem: str, scheme: GroupScheme, expected: tuple[int, ...] | None = None
+        self, folder: SafetensorsReader, stem: str, scheme: GroupScheme, expected: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """`expected`: the shape that the model requires, for formats that fill words. Raises `CheckpointError` if the
-        values are missing, or not a matrix."""
+        """`expected`: shapes of the tensors that the model requires. Raises `CheckpointError` if the values are
+        missing, or not a matrix."""
         self.folder, self.stem, self.scheme = folder, stem, scheme
         self._expected = expected
         self._stored = folder.names()
@@ -89,6 +90,11 @@ class GroupedMatrix(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """The tensors of which it may consist."""
+        return frozenset(f"{self.stem}{ending}" for ending in self.endings)
 
     @property
     def kind(self) -> GroupType | None:
@@ -189,6 +195,12 @@ class GroupedMatrix(ABC):
         elif self.folder.stored_as(name) not in dtypes:
             yield f"mistyped: {name} is stored as {self.folder.stored_as(name)}, it must be {' or '.join(dtypes)}"
 
+    def _extra(self, *endings: str) -> Iterator[str]:
+        """Describes tensors that the scheme has no use for."""
+        for ending in endings:
+            if f"{self.stem}{ending}" in self._stored:
+                yield f"extra: {self.stem}{ending} of a matrix that is stored in another way"
+
 
 _FLOATS = tuple(each.value for each in Scales)
 
@@ -201,7 +213,7 @@ class CompressedTensorsMatrix(GroupedMatrix):
         if not self.scheme.packed:
             return self._sides(".weight")
         rows, words = self._sides(".weight_packed")
-        columns = 0 if self._expected is None else self._expected[-1]
+        columns = self._expected.get(f"{self.stem}.weight", (0,))[-1]
         return rows, columns if -(-columns // self.scheme.in_word) == words else words * self.scheme.in_word
 
     def faults(self) -> Iterator[str]:
@@ -209,6 +221,7 @@ class CompressedTensorsMatrix(GroupedMatrix):
         if self.scheme.packed:
             yield from self._fault_of(".weight_packed", ((rows, -(-columns // in_word)),), "int32")
             yield from self._fault_of(".weight_shape", ((2,),), "int64", "int32")
+            yield from self._extra(".weight")
         else:
             yield from self._fault_of(".weight", ((rows, columns),), self.scheme.levels.value)
         yield from self._fault_of(".weight_scale", ((rows, groups),), *_FLOATS)
@@ -216,7 +229,11 @@ class CompressedTensorsMatrix(GroupedMatrix):
             yield from self._fault_of(".weight_zero_point", ((-(-rows // in_word), groups),), "int32")
         elif self.scheme.zeros:
             yield from self._fault_of(".weight_zero_point", ((rows, groups),), "int8")
-        if not self.scheme.ordered:
+        else:
+            yield from self._extra(".weight_zero_point")
+        if self.scheme.ordered:
+            yield from self._extra(".weight_g_idx")
+        else:
             yield from self._fault_of(".weight_g_idx", ((columns,),), "int32", "int64")
 
     @property
@@ -232,8 +249,8 @@ class CompressedTensorsMatrix(GroupedMatrix):
         bits, first = self.scheme.levels.bits, columns.start // self.scheme.in_word
         last = -(-columns.stop // self.scheme.in_word)
         words = self.folder.read_raw(f"{self.stem}.weight_packed", (rows, slice(first, last)))
-        found = _unpacked_words(words, bits)
-        return _signed(_cut(found, columns, first * self.scheme.in_word), bits)
+        found = unpacked_words(words, bits)
+        return signed_levels(cut(found, columns, first * self.scheme.in_word), bits)
 
     def _scales(self, rows: slice, groups: slice) -> Array:
         return self.folder.read(self._scale_name, (rows, groups))
@@ -246,8 +263,8 @@ class CompressedTensorsMatrix(GroupedMatrix):
             return self.folder.read_raw(name, (rows, groups))
         bits, first = self.scheme.levels.bits, rows.start // self.scheme.in_word
         words = self.folder.read_raw(name, (slice(first, -(-rows.stop // self.scheme.in_word)), groups))
-        found = _unpacked_words(np.ascontiguousarray(words.T), bits)
-        return _signed(np.ascontiguousarray(_cut(found, rows, first * self.scheme.in_word).T), bits)
+        found = unpacked_words(np.ascontiguousarray(words.T), bits)
+        return signed_levels(np.ascontiguousarray(cut(found, rows, first * self.scheme.in_word).T), bits)
 
     def _groups(self, columns: slice) -> NDArray[np.intp]:
         if self.scheme.ordered:
@@ -270,6 +287,29 @@ class GptqMatrix(GroupedMatrix):
         yield from self._fault_of(".qzeros", ((groups, -(-rows // in_word)),), "int32")
         if not self.scheme.ordered or f"{self.stem}.g_idx" in self._stored:
             yield from self._fault_of(".g_idx", ((columns,),), "int32", "int64")
+        if self._has_useless_bias:
+            yield from self._fault_of(".bias", ((rows,),), *_FLOATS)
+        yield from self._extra(".weight")
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        return super().tensors | ({self._bias} if self._has_useless_bias else frozenset())
+
+    @property
+    def _bias(self) -> str:
+        return f"{self.stem}.bias"
+
+    @property
+    def _has_useless_bias(self) -> bool:
+        """Whether there is a bias that the model has not; it must be zeros."""
+        return self._bias in self._stored and self._bias not in self._expected
+
+    def _checked(self, rows: slice, groups: slice) -> tuple[Array, Array | None]:
+        """See `GroupedMatrix`. Raises `CheckpointError` for a bias that the model has not, unless it is zeros."""
+        if self._has_useless_bias and (bias := self.folder.read(self._bias, (rows,))).any():
+            wrong = float(bias[bias != 0][0])
+            raise CheckpointError(f"{self._bias} has the number {wrong:g}, and the model has no bias there")
+        return super()._checked(rows, groups)
 
     @property
     def _scale_name(self) -> str:
@@ -279,8 +319,8 @@ class GptqMatrix(GroupedMatrix):
         bits, first = self.scheme.levels.bits, columns.start // self.scheme.in_word
         last = -(-columns.stop // self.scheme.in_word)
         words = self.folder.read_raw(f"{self.stem}.qweight", (slice(first, last), rows))
-        found = _unpacked_words(np.ascontiguousarray(words.T), bits)
-        return _signed(_cut(found, columns, first * self.scheme.in_word), bits)
+        found = unpacked_words(np.ascontiguousarray(words.T), bits)
+        return signed_levels(cut(found, columns, first * self.scheme.in_word), bits)
 
     def _scales(self, rows: slice, groups: slice) -> Array:
         return self.folder.read(self._scale_name, (groups, rows)).T
@@ -289,10 +329,10 @@ class GptqMatrix(GroupedMatrix):
         bits, first = self.scheme.levels.bits, rows.start // self.scheme.in_word
         name = f"{self.stem}.qzeros"
         words = self.folder.read_raw(name, (groups, slice(first, -(-rows.stop // self.scheme.in_word))))
-        found = _cut(_unpacked_words(np.ascontiguousarray(words), bits), rows, first * self.scheme.in_word)
+        found = cut(unpacked_words(np.ascontiguousarray(words), bits), rows, first * self.scheme.in_word)
         # Stored zeros wrap around: of a zero of 0, the first version stores ones.
         less = np.uint8(self.scheme.layout is GroupLayout.GPTQ)
-        return _signed(np.ascontiguousarray(found.T) + less, bits)
+        return signed_levels(np.ascontiguousarray(found.T) + less, bits)
 
     def _groups(self, columns: slice) -> NDArray[np.intp]:
         name, usual = f"{self.stem}.g_idx", super()._groups(columns)
@@ -323,6 +363,7 @@ class AwqMatrix(GroupedMatrix):
         yield from self._fault_of(".qweight", ((columns, rows // in_word),), "int32")
         yield from self._fault_of(".scales", ((groups, rows),), *_FLOATS)
         yield from self._fault_of(".qzeros", ((groups, rows // in_word),), "int32")
+        yield from self._extra(".weight")
 
     @property
     def _scale_name(self) -> str:
@@ -341,9 +382,9 @@ class AwqMatrix(GroupedMatrix):
         """The values of some rows, `[rows, inner]`, of a tensor `[inner, words of outputs]`."""
         first, last = rows.start // self.scheme.in_word, -(-rows.stop // self.scheme.in_word)
         words = self.folder.read_raw(f"{self.stem}{ending}", (inner, slice(first, last)))
-        found = _unpacked_words(np.ascontiguousarray(words), self.scheme.levels.bits)
+        found = unpacked_words(np.ascontiguousarray(words), self.scheme.levels.bits)
         in_order = found.reshape(len(found), -1, self.scheme.in_word)[..., _AWQ_PLACES].reshape(found.shape)
-        return np.ascontiguousarray(_cut(in_order, rows, first * self.scheme.in_word).T)
+        return np.ascontiguousarray(cut(in_order, rows, first * self.scheme.in_word).T)
 
 
 class Float8Matrix(GroupedMatrix):
@@ -376,26 +417,6 @@ class Float8Matrix(GroupedMatrix):
 
     def _zeros(self, rows: slice, groups: slice) -> None:
         return None
-
-
-def _unpacked_words(words: Array, bits: int) -> NDArray[np.uint8]:
-    """Values of a few bits of int32 words `[rows, words]`, the lowest bits first: uint8 `[rows, values]`."""
-    in_bytes: NDArray[np.uint8] = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return in_bytes
-    pairs: NDArray[np.uint8] = np.stack((in_bytes & 15, in_bytes >> 4), axis=-1)
-    return pairs.reshape(len(words), -1)
-
-
-def _signed(levels: NDArray[np.uint8], bits: int) -> Array:
-    """Levels as `GroupType` has them: of 4 bits as they are, of 8 bits less 128, as int8."""
-    found: Array = levels & 15 if bits == 4 else (levels ^ np.uint8(128)).view(np.int8)
-    return found
-
-
-def _cut(found: Array, wanted: slice, first: int) -> Array:
-    """Some columns of an array whose first column is number `first`."""
-    return found[:, wanted.start - first : wanted.stop - first]
 
 
 def _group_of_inputs(folder: SafetensorsReader, name: str, groups: int) -> NDArray[np.intp]:

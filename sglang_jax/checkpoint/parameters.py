@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role, TensorReader, whole_index
 from sglang_jax.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 class ParameterReader:
@@ -60,8 +63,17 @@ class ParameterReader:
     def read(self, name: ParameterName, index: Index | None = None) -> Array:
         """Reads a parameter, or its part at `index`, in the stored dtype; matrices are [out, in]. Rows that form heads
         must be whole heads. Optional parameters are float32: the default if the checkpoint lacks one; a single number
-        is repeated for all heads."""
+        is repeated for all heads. Matrices that are quantised in groups are float32, after rounding."""
         spec = self.spec(name)
+        quantization = self._quantized(spec)
+        if quantization is None or quantization.encoding.block is None:
+            return self._numbers(spec, index)
+        *others, columns = whole_index(spec.shape, index)
+        widened: Array = self._rounded(spec, quantization.widened, tuple(others))[..., columns]
+        return widened
+
+    def _numbers(self, spec: ParameterSpec, index: Index | None) -> Array:
+        """A parameter before it is quantised."""
         if spec.places:
             return self._read_experts(spec, index)
         if spec.default is not None:
@@ -87,7 +99,12 @@ class ParameterReader:
         for experts that share one tensor or have different encodings.
         """
         spec = self.spec(name)
-        found = self._quantized(spec) or self._stored_encoding(spec, index)
+        quantization = self._quantized(spec)
+        if quantization is None:
+            found = self._stored_encoding(spec, index)
+        else:
+            cut = not quantization.encoding.allows(whole_index(spec.shape, index)[-1], spec.shape[-1])
+            found = None if cut else quantization.encoding
         looked_up = name.part is Part.EMBEDDING or (name.part is Part.HEAD and self.config.tie_word_embeddings)
         return None if looked_up and found is not None and found.block is None else found
 
@@ -99,9 +116,15 @@ class ParameterReader:
         tensors = self._tensors_of(spec, None) or [spec.place(self._names).tensor]
         return all(tensor in self._names and self._reader.in_bfloat16(tensor) for tensor in tensors)
 
-    def _quantized(self, spec: ParameterSpec) -> Encoding | None:
-        quantization = self._quantization
-        return None if quantization is None or not quantization.takes(spec) else quantization.encoding
+    def _quantized(self, spec: ParameterSpec) -> Quantization | None:
+        return None if self._quantization is None else self._quantization.of(spec)
+
+    def _rounded(self, spec: ParameterSpec, change: Callable[[Array], T], index: Index) -> T:
+        """Applies a quantisation to whole rows. Raises `CheckpointError` for numbers that are not finite."""
+        try:
+            return change(self._numbers(spec, index))
+        except ValueError as error:
+            raise CheckpointError(f"{spec.tensor}: {error}: remove --quantization") from error
 
     def _stored_encoding(self, spec: ParameterSpec, index: Index | None) -> Encoding | None:
         if spec.offset or len(spec.shape) != (3 if spec.places else 2):
@@ -120,18 +143,15 @@ class ParameterReader:
         """Arrays of a matrix with an encoding, or of its part at `index`; for experts `[experts, ...]`. A matrix that
         is quantised when read is read once for all roles."""
         spec = self.spec(name)
-        if self._quantization is None or self._quantized(spec) is None:
+        quantization = self._quantized(spec)
+        if quantization is None:
             return {role: self._stored_array(spec, role, index) for role in roles}
-        numbers = self.read(name, (index or ())[: len(spec.shape) - 1])
-        try:
-            found = self._quantization.arrays(numbers, roles)
-        except ValueError as error:
-            raise CheckpointError(f"{spec.tensor}: {error}: remove --quantization") from error
+        *others, columns = whole_index(spec.shape, index)
+        found = self._rounded(spec, lambda numbers: quantization.arrays(numbers, roles), tuple(others))
         if Role.VALUES in found:
-            columns = whole_index(spec.shape, index)[-1]
-            places = self._quantization.encoding.places(columns, spec.shape[-1])
+            places = quantization.encoding.places(columns, spec.shape[-1])
             values = found[Role.VALUES]
-            found[Role.VALUES] = values[..., places, :] if self._quantization.encoding.block else values[..., places]
+            found[Role.VALUES] = values[..., places, :] if quantization.encoding.block else values[..., places]
         return found
 
     def _stored_array(self, spec: ParameterSpec, role: Role, index: Index | None) -> Array:

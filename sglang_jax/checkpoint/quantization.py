@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec
 from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
-from sglang_jax.checkpoint.group_blocks import GroupType, Levels
+from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, Stored, ValueType
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales, group_size
 from sglang_jax.checkpoint.reader import Array, Role
 
 Encodings = Callable[[ParameterName], Encoding | None]
@@ -22,6 +22,8 @@ Encodings = Callable[[ParameterName], Encoding | None]
 INT8_ROWS = Encoding(ValueType.INT8)
 FLOAT8_ROWS = Encoding(ValueType.FLOAT8_E4M3, activations=ActivationScales.TOKEN)
 """8 bits with a scale per row. Products of float8 may round their inputs to float8 too; on a GPU they must."""
+
+INT4_GROUPS = Encoding(GroupType(Levels.INT4, 128, Scales.BFLOAT16))
 
 _LARGEST = {ValueType.INT8: 127.0, ValueType.FLOAT8_E4M3: 448.0}
 _DTYPES = {ValueType.INT8: np.dtype(np.int8), ValueType.FLOAT8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn)}
@@ -47,9 +49,19 @@ class Quantization:
 
     encoding: Encoding
 
-    def takes(self, spec: ParameterSpec) -> bool:
-        whole = self.encoding.allows(slice(None), spec.shape[-1])
-        return spec.is_matrix and whole and spec.name.part not in _STAY_PLAIN
+    def of(self, spec: ParameterSpec) -> Quantization | None:
+        """The same, with smaller groups if its own do not divide the inputs of a matrix; None if that stays plain."""
+        if not spec.is_matrix or spec.name.part in _STAY_PLAIN:
+            return None
+        values = self.encoding.values
+        if not isinstance(values, GroupType):
+            return self
+        size = group_size(spec.shape[-1], values.weights)
+        return None if size is None else Quantization(Encoding(replace(values, weights=size)))
+
+    def widened(self, rows: Array) -> NDArray[np.float32]:
+        """Whole rows `[..., out, in]` after quantisation, dequantised. Raises as `arrays`."""
+        return Stored(self.encoding, self.arrays(rows, self.encoding.roles)).widened()
 
     def arrays(self, rows: Array, roles: Collection[Role]) -> dict[Role, Array]:
         """Quantises whole rows `[..., out, in]`; returns values, scales or both. Works on some rows at a time, so it

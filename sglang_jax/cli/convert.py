@@ -42,8 +42,8 @@ class ConvertConfig(BaseModel):
     )
     quantization: WeightQuantization = Field(
         WeightQuantization.AUTO,
-        description="quantise the matrices of layers, with a scale for each row; auto: as they are stored in the "
-        "checkpoint",
+        description="quantise the matrices of layers to int8 or fp8, with a scale for each row; auto: as they are "
+        "stored in the checkpoint",
     )
 
 
@@ -71,6 +71,8 @@ def convert(config: ConvertConfig, model: str | None) -> int:
     checkpoint = open_checkpoint(path, config.load_format, revision=config.revision)
     if checkpoint.reader is None:
         raise ConfigError(f"{checkpoint.source.address} is an Orbax checkpoint already")
+    if config.quantization is WeightQuantization.INT4:
+        raise ConfigError("quantization int4 cannot be stored in Orbax: choose int8 or fp8, or give it to the server")
     quantization = quantization_for(checkpoint, config.quantization)
     encodings = encodings_of(checkpoint, quantization)
     dtype = _dtype(config.dtype, checkpoint.config.dtype)

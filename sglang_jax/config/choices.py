@@ -164,6 +164,7 @@ class WeightQuantization(Choice):
     """Not quantised: they stay as the checkpoint stores them."""
     INT8 = "int8"
     FLOAT8_E4M3 = "fp8"
+    INT4 = "int4"
 
 
 class MambaDtype(Choice):

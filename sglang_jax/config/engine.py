@@ -125,8 +125,8 @@ class EngineConfig(BaseModel):
     )
     quantization: WeightQuantization = Field(
         WeightQuantization.AUTO,
-        description="quantise the matrices of layers while loading them, with a scale for each row; auto: as they are "
-        "stored in the checkpoint",
+        description="quantise the matrices of layers while loading them, with a scale for each row, or for each 128 "
+        "weights of a row with int4; auto: as they are stored in the checkpoint",
     )
     kv_cache_dtype: KVCacheDtype = Field(
         KVCacheDtype.AUTO,

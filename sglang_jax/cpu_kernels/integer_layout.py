@@ -17,10 +17,14 @@ from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType, Unpacked
 from sglang_jax.checkpoint.group_blocks import SIZES, GroupType, Levels
 from sglang_jax.checkpoint.reader import Array
 from sglang_jax.cpu_kernels.block_layout import LARGEST, BlockForm, PackedBlocks, PackedShapes, blocks_of
+from sglang_jax.cpu_kernels.huge_pages import huge_pages
 from sglang_jax.runner.this_machine import cpu_cores
 
 OF_BLOCK = 4
 """Words of a row of activations for each block: see `integer_tiles.round_row`."""
+
+SMALLEST = 2.0**-120
+"""Divided by smaller numbers, 127 is infinite in float32."""
 
 OUTPUTS_OF_ITEM = 32
 """Rows of the matrix in a work item."""
@@ -129,7 +133,7 @@ def pack_for_integers(stored: Stored, *, outputs: int, zero: int) -> PackedBlock
     """
     kind, (rows, inputs) = kind_of(stored.encoding.values), stored.shape
     shapes = _shapes(stored.encoding, rows // outputs, inputs // BLOCK, outputs=outputs)
-    levels, scales = (np.empty(*each) for each in shapes)
+    levels, scales = (huge_pages.zeros(*each) for each in shapes)
     words = levels.view(np.uint32)[..., 0]
     together = max(_WEIGHTS_AT_A_TIME // (outputs * inputs), 1)
 
@@ -186,11 +190,11 @@ def _packed_scales(blocks: Unpacked, outputs: int) -> Array:
 
 def rounded_rows(x: Array) -> Array:
     """Rows `[T, inputs]` as integer products round them, float32: the numbers nearest to them of 255 in each block of
-    32."""
+    32; 0 in blocks of numbers up to `SMALLEST`."""
     parts = x.astype(np.float32).reshape(len(x), -1, BLOCK)
     largest = np.abs(parts).max(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+        inverse = np.where(largest > SMALLEST, np.float32(127) / largest, np.float32(0))
     found: Array = (np.rint(parts * inverse) * (largest / np.float32(127))).reshape(x.shape)
     return found
 

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from sglang_jax.checkpoint.ggml_blocks import BLOCK
 from sglang_jax.cpu_kernels.byte_units import UNITS, ByteUnit
-from sglang_jax.cpu_kernels.integer_layout import ALL_KINDS, OF_BLOCK, SUPER_BLOCK, LevelKind
+from sglang_jax.cpu_kernels.integer_layout import ALL_KINDS, OF_BLOCK, SMALLEST, SUPER_BLOCK, LevelKind
 from sglang_jax.cpu_kernels.vectors import (
     DOUBLE_WORDS,
     F16,
@@ -68,8 +68,8 @@ def round_row(typing, unit, number, width, x, blocks, integers, scales):
             nothing = builder.fadd(*(builder.fmul(part, zero) for part in parts))
             broken = builder.call(sum_of_floats, [F32(0.0), nothing], fastmath=("reassoc",))
             scale = builder.fadd(builder.fdiv(largest, F32(LARGEST)), broken)
-            positive = builder.fcmp_ordered(">", largest, F32(0.0))
-            inverse = builder.select(positive, builder.fdiv(F32(LARGEST), largest), F32(0.0))
+            some = builder.fcmp_ordered(">", largest, F32(SMALLEST))
+            inverse = builder.select(some, builder.fdiv(F32(LARGEST), largest), F32(0.0))
             rounded = [builder.call(nearest, [builder.fmul(part, splat(builder, inverse))]) for part in parts]
             # NaN has no integer.
             rounded = [builder.select(builder.fcmp_ordered("ord", each, each), each, zero) for each in rounded]

@@ -20,7 +20,7 @@ from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.runner import JaxRunner
 from sglang_jax.jax_runner.step import Weights
 from sglang_jax.models import Transformer, allocate
-from sglang_jax.models.parameters import matrices_in_8_bits
+from sglang_jax.models.parameters import matrices_as_stored
 from sglang_jax.runner.assembly import Assembly, Models, check_room, describe, open_models, open_replacement, settle
 from sglang_jax.runner.kv_scales import kv_scale_factor
 from sglang_jax.runner.plan import RunnerSpec
@@ -43,6 +43,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     programs = programs_of(main.build(), main.parallel, cache, spec, config, mesh, drafting)
     try:
         _begin_building(programs, config, spec)
+        as_stored = matrices_as_stored(main.model)
         main.load(mesh)
         _fit_kv_scales(config, main.model, kv_factor, main.parallel, mesh, backend.dtype)
         _, weights = split_model(main.model)
@@ -59,7 +60,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         "kv_cache_dtype": backend.kv_dtype.name,
         "attention": backend.attention_of(main),
         "compilation_cache": config.cache_address(),
-        **describe(config, models, matrices_in_8_bits(main.model)),
+        **describe(config, models, as_stored),
     }
     reload = partial(_reload, config, models, backend, main)
     counted = tuple(number for number, experts in enumerate(cache.counted) if experts)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flax import nnx
 
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.layers.block_matrix import BLOCK_AXES
+from sglang_jax.layers.block_matrix import BLOCK_AXES, BlockMatrix
+from sglang_jax.layers.grouped_matrix import GroupedMatrix
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.models.transformer import Transformer
 
-HEAD = ParameterName(Part.HEAD)
-"""A model with tied embeddings may have none: it then uses the embeddings."""
+EMBEDDING, HEAD = ParameterName(Part.EMBEDDING), ParameterName(Part.HEAD)
+"""A model with tied embeddings may have no head: it then uses the embeddings."""
 
 _BETWEEN = ("matrix", "plain")
 """Attributes between a layer and the arrays of its matrix, which names in Orbax checkpoints leave out."""
@@ -35,20 +37,33 @@ def parameters_of(model: Transformer) -> Iterator[ModelParameter]:
     """Every parameter that a checkpoint fills, in the order of the model's state."""
     for path, value in nnx.to_flat_state(nnx.state(model)):
         if value.parts:
-            layer = int(path[1]) if path[0] == "layers" else None
-            names = tuple(ParameterName(part, value.kind, layer) for part in value.parts)
             place = ".".join(str(step) for step in path if step not in _BETWEEN)
-            yield ModelParameter(place, value, names)
+            yield ModelParameter(place, value, _names(path, value))
 
 
-def matrices_in_8_bits(model: Transformer) -> dict[ParameterName, str]:
-    """The matrices that are in memory in 8 bits with a scale per row, and the dtype of their values."""
-    return {
+def _names(path: Sequence[Any], value: Parameter) -> tuple[ParameterName, ...]:
+    layer = int(path[1]) if path[0] == "layers" else None
+    return tuple(ParameterName(part, value.kind, layer) for part in value.parts)
+
+
+def matrices_as_stored(model: Transformer) -> dict[ParameterName, str]:
+    """The matrices that are in memory only in 8 bits with a scale per row, or only in blocks, and the type of their
+    values. Blocks must not be packed yet."""
+    found = {
         name: parameter.value.dtype.name
         for parameter in parameters_of(model)
         if parameter.value.role is Role.VALUES and not set(BLOCK_AXES) & set(parameter.value.axes)
         for name in parameter.names
     }
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, BlockMatrix) and module.product.serves_all_rows:
+            names = _names(path, module.arrays["values"])
+            found |= dict.fromkeys(names, module.product.encoding.values.value)
+        if isinstance(module, GroupedMatrix):
+            found |= dict.fromkeys(_names(path, module.arrays["values"]), module.product.kind.value)
+    if not model.has_own_head and EMBEDDING in found:
+        found[HEAD] = found[EMBEDDING]
+    return found
 
 
 def check_shapes(model: Transformer) -> None:

@@ -12,7 +12,7 @@ from sglang_jax.checkpoint.encoding import AnyValues, Encoding, ValueType
 from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels
 from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
-from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
+from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT4_GROUPS, INT8_ROWS, Encodings, Quantization, all_plain
 from sglang_jax.config import CpuActivations, Dtype, EngineConfig, WeightQuantization
 from sglang_jax.errors import ConfigError
 
@@ -21,7 +21,13 @@ logger = logging.getLogger(__name__)
 _MAX_MEMORY_FRACTION = 1 / 8
 """Maximum fraction of the memory that the other weights leave for matrices that are also kept in blocks."""
 
-_ENCODINGS = {WeightQuantization.INT8: INT8_ROWS, WeightQuantization.FLOAT8_E4M3: FLOAT8_ROWS}
+_ENCODINGS = {
+    WeightQuantization.INT8: INT8_ROWS,
+    WeightQuantization.FLOAT8_E4M3: FLOAT8_ROWS,
+    WeightQuantization.INT4: INT4_GROUPS,
+}
+_ROUNDED = (WeightQuantization.INT8, WeightQuantization.INT4)
+"""Options whose matrices multiply activations rounded to int8 on a CPU."""
 
 
 def quantization_wanted(wanted: WeightQuantization) -> Quantization | None:
@@ -35,7 +41,8 @@ def encodings_by_option(model: ModelConfig, wanted: WeightQuantization) -> Encod
     quantization, specs = quantization_wanted(wanted), manifest_of(model).specs
     if quantization is None:
         return all_plain
-    return {name: quantization.encoding for name, spec in specs.items() if quantization.takes(spec)}.get
+    found = {name: quantization.of(spec) for name, spec in specs.items()}
+    return {name: each.encoding for name, each in found.items() if each is not None}.get
 
 
 def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantization | None:
@@ -43,7 +50,7 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
     stored. Raises `ConfigError` for a checkpoint whose matrices cannot be quantised this way, or already are."""
     wanted = config.quantization
     if wanted is not WeightQuantization.AUTO:
-        rounds = config.cpu_activations is CpuActivations.INT8 and wanted is not WeightQuantization.INT8
+        rounds = config.cpu_activations is CpuActivations.INT8 and wanted not in _ROUNDED
         for asked, option in ((config.keep_gguf_blocks, "keep_gguf_blocks"), (rounds, "cpu_activations int8")):
             if asked:
                 raise ConfigError(f"quantization {wanted.value} and {option} exclude each other: remove one of the two")
@@ -88,7 +95,7 @@ def rounds_activations(config: EngineConfig) -> bool:
     """Whether matrices of integers should stay as stored on a CPU, and multiply activations rounded to int8."""
     if config.cpu_activations is not CpuActivations.AUTO:
         return config.cpu_activations is CpuActivations.INT8
-    integers = config.quantization in (WeightQuantization.AUTO, WeightQuantization.INT8)
+    integers = config.quantization in (WeightQuantization.AUTO, *_ROUNDED)
     return integers and config.dtype is not Dtype.FLOAT32 and not config.batch_invariant
 
 
@@ -97,7 +104,9 @@ def wants_blocks(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     has none."""
     rounds = rounds_activations(config)
     which = _of_integers if rounds else WITH_EXACT_ACTIVATIONS.__contains__
-    if (rounds and config.quantization is WeightQuantization.INT8) or has_blocks(checkpoint, which):
+    if config.quantization is WeightQuantization.INT4 and not rounds:
+        raise ConfigError("quantization int4 rounds activations to int8: remove it, or what asks for exact results")
+    if (rounds and config.quantization in _ROUNDED) or has_blocks(checkpoint, which):
         return config.keep_gguf_blocks or rounds
     if asks_for_blocks(config):
         known = [kind.value for kind in (BlockType if rounds else WITH_EXACT_ACTIVATIONS)]
@@ -117,7 +126,7 @@ def asks_for_blocks(config: EngineConfig) -> bool:
 def refuse_blocks(config: EngineConfig, checkpoint: Checkpoint, needed: str) -> None:
     """Logs what CPU kernels for matrices of integers would have `needed`. Raises `ConfigError` if an option asks for
     them."""
-    if asks_for_blocks(config):
+    if asks_for_blocks(config) or config.quantization is WeightQuantization.INT4:
         raise ConfigError(f"{_option_of_blocks(config)} needs {needed}")
     if has_blocks(checkpoint):
         logger.info("Matrices in blocks are widened: blocks need %s", needed)
@@ -126,6 +135,8 @@ def refuse_blocks(config: EngineConfig, checkpoint: Checkpoint, needed: str) -> 
 
 
 def _option_of_blocks(config: EngineConfig) -> str:
+    if config.quantization is WeightQuantization.INT4:
+        return "quantization int4"
     return "keep_gguf_blocks" if config.keep_gguf_blocks else "cpu_activations int8"
 
 
@@ -143,7 +154,7 @@ def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quan
             f"the option, or convert again with --quantization {wanted.value}"
         )
     stored = (checkpoint.reader.encoding(name) for name in checkpoint.reader.names())
-    if any(encoding is not None and encoding.block is None for encoding in stored):
+    if any(encoding is not None and not isinstance(encoding.values, BlockType) for encoding in stored):
         raise ConfigError(f"quantization {wanted.value}: {where} is quantised already: remove the option")
     return quantization
 
@@ -155,7 +166,9 @@ def describe_matrices(model: ModelConfig, kept: Mapping[ParameterName, str]) -> 
         return None
     count = sum(spec.is_matrix and spec.name.part is not Part.EMBEDDING for spec in manifest_of(model).specs.values())
     own = sum(name.part is not Part.EMBEDDING for name in kept)
-    found = f"{own} of {count} matrices in {' and '.join(sorted(set(kept.values())))}"
+    *others, last = sorted(set(kept.values()))
+    types = f"{', '.join(others)} and {last}" if others else last
+    found = f"{own} of {count} matrices in {types}"
     logger.info("In memory are %s; the others are in --dtype", found)
     return found
 

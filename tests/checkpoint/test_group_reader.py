@@ -12,13 +12,14 @@ from helpers.grouped_checkpoints import SIZE, Grouped, config_of, make_grouped_c
 from helpers.quantized_checkpoints import Tensors, set_quantization, tensors_of, write_plain_twin, write_tensors
 
 from sglang_jax.architectures.manifest import manifest_of
-from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from sglang_jax.checkpoint.reader import Index
 from sglang_jax.errors import CheckpointError
 
+LAYER = "model.layers.1.mlp.up_proj"
 HEADS = {Part.QUERY, Part.KEY, Part.VALUE}
 
 
@@ -70,6 +71,27 @@ def test_every_layout_is_read(architecture: str, kind: Grouped, tmp_path: Path) 
     assert bool(in_blocks) == (expected_kind(kind) is not None)
 
 
+def _biases(tensors: Tensors, number: float) -> None:
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        tensors[name.replace("qweight", "bias")] = torch.zeros(tensors[name].shape[1], dtype=torch.float16)
+    tensors[f"{LAYER}.bias"][3] = number
+
+
+def test_biases_of_zeros_that_a_tool_writes_for_every_layer_are_not_read(tmp_path: Path) -> None:
+    """AutoGPTQ wrote them until 2024. Biases that the model has are read."""
+    for architecture in ("qwen3", "qwen2"):
+        folder = tmp_path / architecture
+        make_grouped_checkpoint(folder, architecture, Grouped.GPTQ)
+        tensors = tensors_of(folder)
+        biases = {name: torch.ones_like(each) for name, each in tensors.items() if name.endswith(".bias")}
+        _biases(tensors, 0)
+        write_tensors(folder, tensors | biases)
+        reader = parameters(folder)
+        for name in manifest_of(reader.config).specs:
+            found = reader.read(name)
+            assert name.kind is not ParameterKind.BIAS or (found == 1).all()
+
+
 def read_all(folder: Path) -> None:
     reader = parameters(folder)
     for name in manifest_of(reader.config).specs:
@@ -77,7 +99,6 @@ def read_all(folder: Path) -> None:
 
 
 Change = Callable[[Tensors], object]
-LAYER = "model.layers.1.mlp.up_proj"
 
 
 def _zero(tensors: Tensors) -> None:
@@ -94,6 +115,20 @@ def _order(tensors: Tensors) -> None:
         (Grouped.GPTQ, lambda t: t.pop(f"{LAYER}.scales"), f"missing: {LAYER}.scales"),
         (Grouped.GPTQ, _zero, "its quantization_config says that groups are symmetric, with the zero 8"),
         (Grouped.GPTQ, _order, "set it to true"),
+        (Grouped.GPTQ, lambda t: _biases(t, 0.5), f"{LAYER}.bias has the number 0.5, and the model has no bias there"),
+        (Grouped.GPTQ, lambda t: t.update({f"{LAYER}.weight": torch.ones(96, 64)}), f"extra: {LAYER}.weight of"),
+        (Grouped.AWQ, lambda t: t.update({f"{LAYER}.weight": torch.ones(96, 64)}), f"extra: {LAYER}.weight of"),
+        (Grouped.INT4, lambda t: t.update({f"{LAYER}.weight": torch.ones(96, 64)}), f"extra: {LAYER}.weight of"),
+        (
+            Grouped.INT4,
+            lambda t: t.update({f"{LAYER}.weight_zero_point": torch.ones(12, 2, dtype=torch.int32)}),
+            f"extra: {LAYER}.weight_zero_point of",
+        ),
+        (
+            Grouped.INT4,
+            lambda t: t.update({f"{LAYER}.weight_g_idx": torch.arange(64, dtype=torch.int32) // 32}),
+            f"extra: {LAYER}.weight_g_idx of",
+        ),
         (Grouped.GPTQ_ORDER, lambda t: t[f"{LAYER}.g_idx"].fill_(2), "has groups from 2 to 2, the matrix has 2"),
         (Grouped.AWQ, lambda t: t[f"{LAYER}.scales"].fill_(torch.inf), "has the scale inf: the checkpoint is damaged"),
         (Grouped.AWQ, lambda t: t.update({f"{LAYER}.qzeros": t[f"{LAYER}.qzeros"][:1]}), r"misshapen: .*qzeros"),

@@ -63,6 +63,7 @@ class TorchPagedModel:
         load: bool = True,
         quantization: Quantization | None = None,
         block_matrices: BlockMatrices | None = None,
+        keeps_groups: bool = False,
         bfloat16: Bfloat16Products | None = None,
         recorded: bool | None = None,
         fixed: bool = False,
@@ -91,7 +92,12 @@ class TorchPagedModel:
         else:
             encodings = encodings_of(checkpoint, quantization)
             kinds |= {"states": states or NativeStates(fixed=fixed), "encodings": encodings}
-            kinds |= {"block_matrices": block_matrices, "fixed": fixed, "num_shards": num_shards}
+            kinds |= {
+                "block_matrices": block_matrices,
+                "keeps_groups": keeps_groups,
+                "fixed": fixed,
+                "num_shards": num_shards,
+            }
             if bfloat16 is not None:
                 kinds["bfloat16"] = Bfloat16Weights(matrices_in_bfloat16(checkpoint, quantization), bfloat16)
             if recorded is not None:

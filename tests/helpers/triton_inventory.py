@@ -14,12 +14,15 @@ from functools import partial
 
 import torch
 
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import Partials, decode_attention, plan_decode
 from torch_backend.kernels.extend_attention import Sums, extend_attention, form_of
 from torch_backend.kernels.extend_plan import plan_extend
 from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
+from torch_backend.kernels.group_layout import GroupedWeights
+from torch_backend.kernels.group_product import group_product
 from torch_backend.kernels.integer_product import integer_product
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
@@ -82,6 +85,8 @@ REPRESENTATIVE = (
     "scaled_product: bfloat16, float8_e4m3fn, 64 rows, 4096 x 4096: ",
     "scaled_product: bfloat16, int8, 1024 rows, 4096 x 4096: ",
     "integer_product: bfloat16, 16 rows, 4096 x 4096: ",
+    "group_product: bfloat16, int4 in groups of 128, 16 rows, 4096 x 4096: ",
+    "group_product: bfloat16, int4 in groups of 64 with zeros, 64 rows, 4096 x 4096: ",
     "fixed_product: bfloat16, bfloat16, 4096 x 4096: ",
     "fixed_product: float32, float32, 4096 x 4096: ",
 )
@@ -104,6 +109,7 @@ def shipped_kernels() -> list[ShippedKernel]:
         *_scans(),
         *_scaled_products(),
         *_integer_products(),
+        *_group_products(),
         *_fixed_products(),
     ]
 
@@ -386,6 +392,41 @@ def _integer_product(dtype: torch.dtype, rows: int, outputs: int, has_bias: bool
 
     words = f"{_name(dtype)}, {rows} rows, {outputs} x {inputs}" + (", bias" if has_bias else "")
     return ShippedKernel("integer_product", words, launch)
+
+
+def _group_products() -> Iterator[ShippedKernel]:
+    """Each number of rows has its own tile, or another number of splits."""
+    integers, scales = Levels.INT4, Scales.BFLOAT16
+    kinds = [
+        *(GroupType(integers, size, scales, zeros) for size in (32, 64, 128) for zeros in (False, True)),
+        GroupType(Levels.INT8, 128, scales),
+        GroupType(Levels.INT8, 32, scales, zeros=True),
+        GroupType(Levels.FLOAT8_E4M3, 128, Scales.FLOAT32),
+    ]
+    for kind in kinds:
+        for rows in (16, 32, 64, 1024):
+            yield _group_product(torch.bfloat16, kind, rows, 4096, False)
+    with_zeros = GroupType(integers, 128, Scales.FLOAT16, zeros=True)
+    for rows in (16, 64):
+        yield _group_product(torch.float16, with_zeros, rows, 4096, False)
+    yield _group_product(torch.bfloat16, with_zeros, 16, 28_672, True)
+
+
+def _group_product(dtype: torch.dtype, kind: GroupType, rows: int, outputs: int, has_bias: bool) -> ShippedKernel:
+    inputs = 4096
+    bias = _empty(dtype, outputs) if has_bias else None
+    small, groups = kind.levels is Levels.INT4, (inputs // kind.weights, outputs)
+    stored = {Levels.INT4: torch.int16, Levels.INT8: torch.int8, Levels.FLOAT8_E4M3: torch.float8_e4m3fn}[kind.levels]
+
+    def launch(chip: Chip) -> object:
+        levels = _empty(stored, outputs, inputs // (4 if small else 1))
+        zeros = _empty(torch.uint8 if small else torch.int8, *groups) if kind.zeros else None
+        scales = _empty(vars(torch)[kind.scales.value], *groups)
+        weights = GroupedWeights(levels, scales, zeros, kind.weights)
+        return group_product(_empty(dtype, rows, inputs), weights, bias, chip)
+
+    words = f"{_name(dtype)}, {kind.value}, {rows} rows, {outputs} x {inputs}" + (", bias" if has_bias else "")
+    return ShippedKernel("group_product", words, launch)
 
 
 def _fixed_products() -> Iterator[ShippedKernel]:

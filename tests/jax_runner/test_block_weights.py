@@ -15,6 +15,7 @@ from flax import nnx
 from gguf import GGMLQuantizationType
 from helpers.gguf_blocks import make_mixed_gguf
 from helpers.gguf_files import make_tiny_gguf
+from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.paged_model import PagedModel
 from helpers.plan_driver import PlanDriver
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
@@ -29,7 +30,7 @@ from sglang_jax.cpu_kernels.byte_units import UNITS, best_unit
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product
 from sglang_jax.jax_runner.loading import load_rank
-from sglang_jax.layers.block_matrix import BlockProduct
+from sglang_jax.layers.block_matrix import BlockMatrix, BlockProduct
 from sglang_jax.layers.matrix import JoinedMatrix
 from sglang_jax.runner.plan import PromptLogprobs
 from sglang_jax.runner.quantization import keeps_blocks
@@ -111,6 +112,19 @@ def test_a_model_with_matrices_of_several_types_stays_in_blocks(tmp_path: Path) 
     steps = [{0: 40, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
     for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+def test_a_model_in_groups_has_the_logits_of_the_widened_one(tmp_path: Path) -> None:
+    """Its matrices stay in groups; logits differ by what rounding activations to int8 costs."""
+    make_grouped_checkpoint(tmp_path, "qwen3", Grouped.GPTQ_ZEROS)
+    widened = PagedModel(tmp_path, dtype="bfloat16")
+    in_blocks = partial(block_product, cache_folder=EngineConfig().cache_folder(), unit=best_unit())
+    blocks = PagedModel(tmp_path, dtype="bfloat16", block_products=in_blocks)
+    assert sum(isinstance(each, BlockMatrix) for _, each in nnx.iter_modules(blocks.model)) == 4 * 2
+    tokens = np.random.default_rng(0).integers(0, 300, (4, 50)).astype(np.int32)
+    steps = [{0: 40, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
+        assert 0 < np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("unit", [number for number, unit in enumerate(UNITS) if unit.found()])

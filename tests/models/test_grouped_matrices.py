@@ -28,6 +28,7 @@ from sglang_jax.jax_runner.building import JaxBackend
 from sglang_jax.layers.grouped_matrix import GroupedMatrix, GroupProduct, group_product
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation
+from sglang_jax.models.parameters import matrices_as_stored
 from sglang_jax.runner.assembly import open_models
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +155,8 @@ def test_models_in_groups_give_the_logits_of_widened_ones_on_any_number_of_devic
 
 
 def test_matrices_in_groups_stay_so_on_tpus(tmp_path: Path) -> None:
-    """With bfloat16, unless layers are computed in shards; those of float32, or of other devices, are widened."""
+    """With bfloat16, unless layers are computed in shards; those of float32, or of other devices, are widened. The log
+    counts them."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
     make_grouped_checkpoint(tmp_path, "qwen2", Grouped.FP8_BLOCKS, num_key_value_heads=2, **sizes)
     config = EngineConfig(model_path=str(tmp_path))
@@ -164,7 +166,13 @@ def test_matrices_in_groups_stay_so_on_tpus(tmp_path: Path) -> None:
         device = SimpleNamespace(platform=platform, device_kind="TPU v6 lite")
         mesh = make_mesh(jax.devices()[:1])
         backend = JaxBackend(config, [device], mesh, jnp.dtype(dtype), AttentionImplementation.XLA, num_shards)
-        return sum(isinstance(each, GroupedMatrix) for _, each in nnx.iter_modules(backend.build(models).model))
+        model = backend.build(models).model
+        found = sum(isinstance(each, GroupedMatrix) for _, each in nnx.iter_modules(model))
+        names = ("query", "key", "value", "output", "gate", "up", "down") if found else ()
+        stored = matrices_as_stored(model)
+        assert sorted(name.part.value for name in stored) == sorted(names)
+        assert set(stored.values()) <= {"float8_e4m3fn in groups of 32"}
+        return found
 
     assert grouped("tpu", "bfloat16") == 4
     assert grouped("tpu", "float32") == 0

@@ -16,6 +16,7 @@ import pytest
 import torch
 from flax import nnx
 from helpers.cpu_kernels import integer_products
+from helpers.gguf_blocks import make_mixed_gguf
 from helpers.paged_model import PagedModel
 from helpers.parity_cases import STEPS, prompts
 from helpers.quantized_checkpoints import (
@@ -37,7 +38,7 @@ from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.dummy_reader import DummyReader
-from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantization
+from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT4_GROUPS, INT8_ROWS, Quantization
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.config import EngineConfig, LoadFormat, WeightQuantization
 from sglang_jax.cpu_kernels.byte_units import best_unit
@@ -140,20 +141,26 @@ def test_kernels_multiply_int8_matrices_by_rows_rounded_to_int8(tmp_path: Path) 
     make_tiny_checkpoint(tmp_path / "int8", "qwen2", hidden_size=64, intermediate_size=84)
     weights = quantise(tmp_path / "int8", [scheme_of(Quantised.INT8_W8A8)], IGNORED)
     plain = write_plain_twin(tmp_path / "int8", weights, tmp_path / "plain")
-    expected = TorchPagedModel(plain).run(prompts(), STEPS)
     unit = best_unit()
     by_kernels = partial(block_product, cache_folder=EngineConfig().cache_folder(), unit=unit, dtype="float32")
-    for folder, quantization in ((tmp_path / "int8", None), (plain, Quantization(INT8_ROWS))):
+    for folder, quantization in (
+        (tmp_path / "int8", None),
+        (plain, Quantization(INT8_ROWS)),
+        (plain, Quantization(INT4_GROUPS)),
+    ):
+        in_groups = quantization == Quantization(INT4_GROUPS)
+        # Without kernels, those in groups are rounded, and then widened.
+        expected = TorchPagedModel(plain, quantization=quantization if in_groups else None).run(prompts(), STEPS)
         on_jax = PagedModel(folder, quantization=quantization, block_products=by_kernels)
         on_torch = TorchPagedModel(
             folder, quantization=quantization, block_matrices=integer_products(unit, torch.float32)
         )
         kinds = [type(each).__name__ for _, each in nnx.iter_modules(on_jax.model)]
         assert kinds.count("BlockMatrix") == 2 * 3
-        assert kinds.count("ScaledMatrix") == 2  # down
+        assert kinds.count("PlainMatrix" if in_groups else "ScaledMatrix") == (3 if in_groups else 2)  # down, head
         names = [type(each).__name__ for each in on_torch.model.modules()]
         assert names.count("QuantisedMatrix") == 2 * 2 + 2 * 2  # gate and up fill no tiles together
-        assert names.count("ScaledMatrix") == 2
+        assert names.count("ScaledMatrix") == (0 if in_groups else 2)
         found = on_jax.run(prompts(), STEPS), on_torch.run(prompts(), STEPS)
         for logits, wanted in zip((*found[0], *found[1]), expected * 2, strict=True):
             assert np.linalg.norm(logits - wanted) < 0.03 * np.linalg.norm(wanted)
@@ -162,7 +169,7 @@ def test_kernels_multiply_int8_matrices_by_rows_rounded_to_int8(tmp_path: Path) 
 def test_projections_of_latent_vectors_stay_plain(tmp_path: Path) -> None:
     config = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "deepseek_v3"))).config
     specs = manifest_of(config).specs.values()
-    taken = {spec.name.part for spec in specs if Quantization(INT8_ROWS).takes(spec)}
+    taken = {spec.name.part for spec in specs if Quantization(INT8_ROWS).of(spec)}
     assert taken >= {Part.QUERY_LATENT, Part.QUERY_UP, Part.QUERY_ROTATED, Part.LATENT, Part.KEY_ROTATED, Part.OUTPUT}
     assert not taken & {Part.KEY_UP, Part.VALUE_UP, Part.ROUTER}
 
@@ -193,6 +200,35 @@ def test_a_part_of_a_matrix_is_quantised_as_within_the_whole(encoding: Any) -> N
     widened = found[Role.VALUES].astype(np.float32) * found[Role.SCALES][:, None]
     assert np.isfinite(widened).all()
     assert not widened[:2].any()
+
+
+def test_groups_are_quantised_as_within_the_whole() -> None:
+    """With at most the square error of scales that cut nothing, and never an error above those of the largest number's
+    own rounding. Parts that cut through groups are the same numbers without an encoding."""
+    config = small_config(num_layers=1, hidden_size=160, intermediate_size=192)
+    parameters = ParameterReader(DummyReader(config, seed=0), config, Quantization(INT4_GROUPS))
+    plain = ParameterReader(DummyReader(config, seed=0), config)
+    sizes = {}
+    for name in (each for each in manifest_of(config).specs if parameters.encoding(each) is not None):
+        stored, numbers = parameters.read_stored(name), plain.read(name).astype(np.float32)
+        sizes[name.part] = size = stored.encoding.block
+        widened, groups = stored.widened(), numbers.reshape(len(numbers), -1, size)
+        np.testing.assert_array_equal(parameters.read(name), widened)
+        largest = np.abs(groups).max(-1, keepdims=True)
+        uncut = np.rint(groups / largest * 7) * largest / 7
+        errors = np.square(widened.reshape(groups.shape) - groups).sum(-1)
+        assert (errors <= 1.03 * np.square(uncut - groups).sum(-1)).all()  # scales are rounded to bfloat16
+        assert errors.sum() < 0.95 * np.square(uncut - groups).sum()
+        some = (slice(0, len(numbers)), slice(size, numbers.shape[1]))
+        np.testing.assert_array_equal(parameters.read_stored(name, some).widened(), widened[:, size:])
+        cut = (slice(0, len(numbers)), slice(8, 40))
+        assert parameters.encoding(name, cut) is None
+        np.testing.assert_array_equal(parameters.read(name, cut), widened[:, 8:40])
+    assert sizes == {
+        **dict.fromkeys((Part.QUERY, Part.KEY, Part.VALUE, Part.GATE, Part.UP), 32),
+        Part.DOWN: 64,
+        Part.OUTPUT: sizes[Part.OUTPUT],
+    }
 
 
 def test_quantised_weights_are_not_quantised_again(tmp_path: Path) -> None:
@@ -261,11 +297,30 @@ def test_the_reported_type_is_that_of_the_loaded_matrices(tmp_path: Path) -> Non
         attention=AttentionImplementation.XLA,
         encodings=encodings_of(checkpoint, None),
     )
-    kept = parameters.matrices_in_8_bits(jax_model)
+    kept = parameters.matrices_as_stored(jax_model)
     assert kept == torch_weights.matrices_as_stored(models[1].model, checkpoint.config)
     assert {name.part for name in kept} == {Part.OUTPUT, Part.DOWN}
     assert describe_matrices(checkpoint.config, kept) == "4 of 15 matrices in int8"
     assert describe_matrices(checkpoint.config, {}) is None
+
+
+def test_matrices_in_blocks_are_reported(tmp_path: Path) -> None:
+    """By their types, and with the head where it is the table of embeddings."""
+    file = make_mixed_gguf(tmp_path, tied=True)
+    checkpoint = open_checkpoint(str(file))
+    jax_model = build_model(
+        checkpoint.config,
+        dtype=jnp.dtype(jnp.bfloat16),
+        attention=AttentionImplementation.XLA,
+        encodings=encodings_of(checkpoint, None),
+        block_products=partial(block_product, cache_folder=EngineConfig().cache_folder(), unit=best_unit()),
+    )
+    torch_model = TorchPagedModel(file, dtype=torch.bfloat16, load=False, block_matrices=integer_products()).model
+    for kept in (
+        parameters.matrices_as_stored(jax_model),
+        torch_weights.matrices_as_stored(torch_model, checkpoint.config),
+    ):
+        assert describe_matrices(checkpoint.config, kept) == "15 of 15 matrices in Q4_K, Q5_K and Q6_K"
 
 
 @pytest.mark.parametrize("arrange", ["put_in_matrices", "put_outputs_first"])
@@ -310,17 +365,18 @@ def test_a_runner_quantises_as_requested_and_reports_it(
         "skip_warmup": True,
     }
     reports = []
-    for changes in ({}, {"quantization": "int8", "kv_cache_dtype": "int8"}):
+    int8 = {"quantization": "int8"}
+    for changes in ({}, int8 | {"kv_cache_dtype": "int8"}, int8 | {"cpu_activations": "int8"}):
         with caplog.at_level(logging.INFO):
             runner = load(EngineConfig.model_validate(common | changes), checkpoint)
         reports.append(runner.report())
         runner.close()
-    plain, quantised = reports
+    plain, quantised, rounds = reports
     assert "weights" not in plain.details
-    assert quantised.details["weights"] == "14 of 15 matrices in int8"
-    assert sum("14 of 15 matrices in int8" in message for message in caplog.messages) == 1
+    assert quantised.details["weights"] == rounds.details["weights"] == "14 of 15 matrices in int8"
+    assert sum("14 of 15 matrices in int8" in message for message in caplog.messages) == 2
     quantization, layers = Quantization(INT8_ROWS), checkpoint.config.kv_attention
-    shapes = [spec.shape for spec in manifest_of(checkpoint.config).specs.values() if quantization.takes(spec)]
+    shapes = [spec.shape for spec in manifest_of(checkpoint.config).specs.values() if quantization.of(spec)]
     saved = sum(3 * rows * columns - 4 * rows for rows, columns in shapes)
     # JAX has one scale for the keys of each kv head, and one for its values; Torch has one for each token.
     of_heads = sum(2 * 4 * attention.num_kv_heads for attention in layers) if backend == "jax" else 0

@@ -19,6 +19,7 @@ from helpers.cpu_kernels import block_products, integer_products
 from helpers.fixed_rows import differences
 from helpers.gguf_blocks import EXACT_KINDS, KINDS, make_mixed_gguf, opened, stored
 from helpers.gguf_files import make_tiny_gguf
+from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from helpers.torch_paged_model import TorchPagedModel
 from torch.nn import functional
@@ -193,6 +194,17 @@ def test_nan_and_infinity_are_reported(products: str, tmp_path: Path) -> None:
     assert bool(found[[0, 2, 3, 5]].isfinite().all())
 
 
+def test_rows_too_small_for_a_scale_are_zeros(tmp_path: Path) -> None:
+    """The quotients of such rows would be infinite, which has no integer; offsets would multiply the sum of these."""
+    blocks, _ = blocks_of(GGMLQuantizationType.Q4_1, 16, 64, tmp_path)
+    x = torch.tensor([[1e-38], [-1e-40], [3e-37], [1e-36]]).repeat(1, 64).bfloat16()
+    x[:, 7] = 0  # else the sums of what processors return would wrap around to 0
+    found = integer_products().matrix(blocks, None).multiply(x)
+    assert bool((found[:3] == 0).all())
+    exact = x.double() @ torch.from_numpy(blocks.widened()).double().T
+    torch.testing.assert_close(found[3].double(), exact[3], rtol=0.02, atol=1e-36)
+
+
 @needs_units
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_a_model_with_blocks_has_the_logits_of_the_widened_one(tied: bool, tmp_path: Path) -> None:
@@ -240,6 +252,19 @@ def test_a_model_with_matrices_of_several_types_stays_in_blocks(tmp_path: Path) 
     steps = [{0: 80, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
     for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+def test_a_model_in_groups_has_the_logits_of_the_widened_one(tmp_path: Path) -> None:
+    """Its matrices stay in groups; logits differ by what rounding activations to int8 costs."""
+    make_grouped_checkpoint(tmp_path, "qwen3", Grouped.AWQ)
+    widened = TorchPagedModel(tmp_path, dtype=torch.bfloat16, page_size=16)
+    blocks = TorchPagedModel(tmp_path, dtype=torch.bfloat16, page_size=16, block_matrices=integer_products())
+    kept = [each for each in blocks.model.modules() if isinstance(each, QuantisedMatrix)]
+    assert len(kept) == 4 * 2
+    tokens = np.random.default_rng(0).integers(0, 300, (4, 90)).astype(np.int32)
+    steps = [{0: 80, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}]
+    for found, wanted in zip(blocks.run(tokens, steps), widened.run(tokens, steps), strict=True):
+        assert 0 < np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])

@@ -79,8 +79,10 @@ MATRIX_UNITS = [(80, "mma"), (89, "mma"), (90, "wgmma"), (100, "tcgen05"), (120,
 def test_products_run_on_the_matrix_units_of_the_chip(chip: int, instruction: str) -> None:
     """With values that are prefetched. Blackwell has no int8 products there: they use older instructions. No matrix
     unit multiplies float32 without rounding it first."""
-    rows = {name: row for name, row in rows_of(RECORDED, f"sm_{chip} ").items() if name.endswith(" multiply_tiles")}
-    assert {name.split()[1] for name in rows} == {"scaled_product:", "integer_product:", "fixed_product:"}
+    kernels = (" multiply_tiles", " multiply_groups")
+    rows = {name: row for name, row in rows_of(RECORDED, f"sm_{chip} ").items() if name.endswith(kernels)}
+    kinds = {"scaled_product:", "integer_product:", "fixed_product:", "group_product:"}
+    assert {name.split()[1] for name in rows} == kinds
     for name, row in rows.items():
         wanted = "mma" if chip == 100 and "integer_product" in name else instruction
         units = {*row.instructions} & {used for _, used in MATRIX_UNITS}
@@ -134,6 +136,7 @@ def test_small_kernels_start_while_the_one_before_ends_where_the_chip_can() -> N
         "rotate_and_write_kernel",
         "decode_splits",
         "multiply_tiles",
+        "multiply_groups",
         "add_splits",
     )
     rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith(names)}

@@ -20,8 +20,8 @@ from torch_backend.cpu_kernels.threads import OwnThreads, RecordedCall
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS = 16
-"""Rows of a step that is recorded: with more, the work takes longer than preparing it."""
+_MAX_ROWS = 32
+"""Rows of a step that is recorded: with more, the work takes much longer than preparing it."""
 
 _MAX_BYTES = 2**26
 """Of the memory of all recordings of a model; the one used longest ago is dropped."""

@@ -43,7 +43,7 @@ _MAX_ROWS, _MAX_ROWS_OF_BYTES = 1024, 256
 the kernel's slower products. By arithmetic: for an H100 if the kernel reaches half of cuBLAS's rate; for float8 as
 bytes, by its instructions for an A100."""
 
-_WIDE_SHARED = (80, 90, 100, 103)
+WIDE_SHARED = (80, 90, 100, 103)
 """Capabilities of chips whose programs may have over 160 KiB of shared memory; the others have 100."""
 
 
@@ -68,7 +68,7 @@ def product_tile(rows: int, chip: Chip) -> ProductTile:
         return ProductTile(32, _MIN_OUTPUTS, 4, 4)
     if rows <= _FEW_ROWS:
         return ProductTile(_FEW_ROWS, _MIN_OUTPUTS, 4, 3)
-    return ProductTile(128, 128, 8, 3 if chip.capability in _WIDE_SHARED else 2)
+    return ProductTile(128, 128, 8, 3 if chip.capability in WIDE_SHARED else 2)
 
 
 def fixed_tile(dtype: torch.dtype) -> ProductTile:
@@ -85,15 +85,21 @@ def max_rows(values: torch.dtype, chip: Chip) -> int:
     return _MAX_ROWS_OF_BYTES if as_bytes else _MAX_ROWS
 
 
+def few_rows(rows: int) -> bool:
+    """Whether memory bandwidth sets the time of a step."""
+    return rows <= _FEW_ROWS
+
+
 def split_length(rows: int, outputs: int, inputs: int, tile: ProductTile) -> int:
     """Inputs of a split, a multiple of those of a tile; the last split may be shorter. Independent of the chip."""
-    if rows <= _FEW_ROWS:
+    if few_rows(rows):
         programs, enough = triton.cdiv(outputs, tile.outputs), _PROGRAMS
     else:  # a multiprocessor holds one of these at a time
         programs, enough = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs), _PROGRAMS // 2
     wanted = triton.next_power_of_2(triton.cdiv(enough, programs))
     count = max(min(wanted, inputs // _MIN_SPLIT), 1)
-    length: int = triton.cdiv(triton.cdiv(inputs, count), _INPUTS) * _INPUTS
+    multiple = max(_INPUTS, tile.inputs)
+    length: int = triton.cdiv(triton.cdiv(inputs, count), multiple) * multiple
     return length
 
 

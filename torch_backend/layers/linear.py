@@ -12,6 +12,7 @@ from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.fixed_rows import FixedRows
+from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.layout import Layout
 from torch_backend.layers.matrix import JoinedMatrix, PlainMatrix, QuantisedMatrix, TwoFormMatrix, matrix_for
 from torch_backend.layers.matrix_by_size import Product
@@ -48,6 +49,7 @@ class Linear(nn.Module):
         if isinstance(matrix, TwoFormMatrix | QuantisedMatrix | JoinedMatrix | Bfloat16Matrix):
             # Such kernels have one order of sums, and serve every step (`PackedLayout.use_blocks`).
             return
+        assert not isinstance(matrix, GroupedMatrix), "results of matrices in groups depend on the number of rows"
         fixed.use(matrix)
         kind = type(self), type(matrix), matrix.shape, matrix.bias is None
         self._product = fixed.in_tiles(self._product, matrix.shape[1], matrix.dtype, kind)

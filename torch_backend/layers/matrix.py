@@ -14,9 +14,11 @@ from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import BLOCK
+from sglang_jax.checkpoint.group_blocks import GroupType
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
+from torch_backend.layers.grouped import GroupedMatrix, is_grouped
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES, PlainProduct, ScaledProduct, multiply_widened, product_for
@@ -181,8 +183,8 @@ class TwoFormMatrix(PlainMatrix):
         return self._stored.take(self, self.bias)
 
 
-OneMatrix = PlainMatrix | Bfloat16Matrix | ScaledMatrix | QuantisedMatrix
-TableMatrix = PlainMatrix | Bfloat16Matrix | QuantisedMatrix
+OneMatrix = PlainMatrix | Bfloat16Matrix | ScaledMatrix | QuantisedMatrix | GroupedMatrix
+TableMatrix = PlainMatrix | Bfloat16Matrix | QuantisedMatrix | GroupedMatrix
 
 
 class JoinedMatrix(nn.Module):
@@ -216,9 +218,9 @@ def matrix_for(
 ) -> AnyMatrix:
     """Creates a matrix without values, of the class for the encoding of its `parts`; `outputs`: of each of them. A
     matrix in blocks stays in blocks if kernels serve all steps; it is also widened to the dtype of products if they
-    only serve few rows, or only widened if no kernel reads its blocks. Parts of different encodings are widened too,
-    unless kernels serve all steps of those in blocks. A plain one stays in bfloat16 if kernels widen it in each
-    product."""
+    only serve few rows, or only widened if no kernel reads its blocks; one in groups stays so on a GPU. Parts of
+    different encodings are widened too, unless kernels serve all steps of those in blocks. A plain one stays in
+    bfloat16 if kernels widen it in each product."""
     matrices = options.block_matrices
     several = len(parts) > 1 and matrices is not None and matrices.serves_all_rows
     if several and not _serves(inputs, sum(outputs), parts, options):
@@ -240,6 +242,9 @@ def _matrix(
     if matrices is None or not _serves(inputs, rows, parts, options):
         if encoding.block is None:
             return ScaledMatrix(encoding, inputs, rows, parts, bias=bias, dtype=dtype)
+        kind = encoding.block_type
+        if options.keeps_groups and isinstance(kind, GroupType) and is_grouped(kind) and not inputs % kind.weights:
+            return GroupedMatrix(kind, inputs, rows, parts, bias=bias, dtype=dtype)
         return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
     form = QuantisedMatrix if matrices.serves_all_rows else TwoFormMatrix
     return form(encoding, inputs, rows, parts, bias=bias, dtype=dtype, matrices=matrices)

@@ -26,7 +26,8 @@ from torch_backend.recurrent.interface import StepStates
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOptions:
     """Options of all parts of a model, of which a rank has its `shard`. `dtype`: of weights; `encodings`: how matrices
-    are stored; `block_matrices`: kernels for matrices in GGUF blocks; `bfloat16`: matrices that stay in bfloat16;
+    are stored; `block_matrices`: kernels for matrices in GGUF blocks; `keeps_groups`: matrices in groups stay so, where
+    no such kernel reads them; `bfloat16`: matrices that stay in bfloat16;
     `layer`: the part's, None for parts of the whole model; `each`: how functions of elements are applied; `fixed`: a
     token's result must not depend on the other tokens of the step. `shards`: those that the process computes one by
     one, if it has several."""
@@ -38,6 +39,7 @@ class PartOptions:
     parallel: TensorParallel
     encodings: Encodings = all_plain
     block_matrices: BlockMatrices | None = None
+    keeps_groups: bool = False
     bfloat16: Bfloat16Weights | None = None
     layer: int | None = None
     each: Apply = directly

@@ -37,7 +37,7 @@ _CAPABILITY_WITHOUT_INTEGERS = (10, 0)
 _MULTIPLE, _MULTIPLE_OF_INTEGERS = 16, 8
 """Divisors of both sides of a matrix for torch's products of float8 and of int8."""
 
-_TRIED = (3, 30, 64, 70)
+ROWS_TRIED = (3, 30, 64, 70)
 """Numbers of rows to try: one for each configuration of the kernels, and one for torch's int8 product."""
 
 
@@ -173,7 +173,7 @@ def integer_product_on(device: torch.device) -> ScaledProduct:
 def kernel_works(device: torch.device, values: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether the kernel's results on a GPU are correct: tested on small products; a failure is logged."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((max(_TRIED), 1200), generator=generator).to(dtype)
+    x = torch.randn((max(ROWS_TRIED), 1200), generator=generator).to(dtype)
     stored = (30 * torch.randn((72, 1200), generator=generator)).clamp(-127, 127).to(values)
     return _works(kernel_product_on, device, x, x.double(), stored, f"Triton's kernel for matrices of {values}")
 
@@ -185,7 +185,7 @@ def integers_work(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY_WITHOUT_INTEGERS:
         return False
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((max(_TRIED), 1200), generator=generator).to(dtype)
+    x = torch.randn((max(ROWS_TRIED), 1200), generator=generator).to(dtype)
     stored = torch.randint(-127, 128, (72, 1200), generator=generator).to(torch.int8)
     of_tokens = x.float().abs().amax(-1, keepdim=True) / 127
     rounded = (x.float() / of_tokens).round().double() * of_tokens.double()
@@ -201,14 +201,24 @@ def _works(
     what: str,
 ) -> bool:
     """Whether the product of some rows of x is near that of the float64 values `meant`."""
+    scales = torch.linspace(0.1, 1.0, len(stored))
+    exact = functional.linear(meant, stored.double() * scales[:, None].double())
+
+    def multiply(rows: torch.Tensor) -> torch.Tensor:
+        return product_on(device)(rows.to(device), stored.to(device), scales.to(device), None).cpu()
+
+    return runs_right(multiply, x, exact, what)
+
+
+def runs_right(
+    multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, exact: torch.Tensor, what: str
+) -> bool:
+    """Whether a product of the first rows of x is near `exact`, for several numbers of rows; a failure is logged."""
     # Imported here, because a machine without a GPU needs no Triton.
     from triton.errors import TritonError
 
-    scales = torch.linspace(0.1, 1.0, len(stored))
-    exact = functional.linear(meant, stored.double() * scales[:, None].double())
     try:
-        multiply = product_on(device)
-        found = [multiply(x[:rows].to(device), stored.to(device), scales.to(device), None).cpu() for rows in _TRIED]
+        found = [multiply(x[:rows]) for rows in ROWS_TRIED]
     except (TritonError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         logger.warning("%s does not run with torch %s: %s", what, torch.__version__, error)
         return False

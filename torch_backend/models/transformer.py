@@ -24,6 +24,7 @@ from torch_backend.layers.bfloat16 import Bfloat16Matrix, Bfloat16Weights
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.experts import Experts, SharedExpert
 from torch_backend.layers.fixed_rows import FixedRows
+from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.layout import Layout, PackedLayout
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, table_for
@@ -107,6 +108,7 @@ class Transformer(nn.Module):
         parallel: TensorParallel,
         encodings: Encodings = all_plain,
         block_matrices: BlockMatrices | None = None,
+        keeps_groups: bool = False,
         bfloat16: Bfloat16Weights | None = None,
         fixed: bool = False,
         num_shards: int | None = None,
@@ -129,6 +131,7 @@ class Transformer(nn.Module):
             parallel=parallel,
             encodings=encodings,
             block_matrices=block_matrices,
+            keeps_groups=keeps_groups,
             bfloat16=bfloat16,
             each=evenly if fixed else directly,
             fixed=fixed,
@@ -165,7 +168,7 @@ class Transformer(nn.Module):
         """Makes the embeddings the head, too, with their present values; rows of a head in blocks are looked up
         there."""
         for linear, embedding in zip(self.head.linears, self.embeddings, strict=True):
-            if isinstance(linear.matrix, QuantisedMatrix):
+            if isinstance(linear.matrix, QuantisedMatrix | GroupedMatrix):
                 embedding.matrix = linear.matrix
                 continue
             assert isinstance(linear.matrix, PlainMatrix | Bfloat16Matrix), "embeddings have no scale per row"
@@ -296,6 +299,7 @@ def build_model(
     parallel: TensorParallel = SINGLE,
     encodings: Encodings = all_plain,
     block_matrices: BlockMatrices | None = None,
+    keeps_groups: bool = False,
     bfloat16: Bfloat16Weights | None = None,
     fixed: bool = False,
     num_shards: int | None = None,
@@ -303,11 +307,11 @@ def build_model(
 ) -> Transformer:
     """A model without values, until `weights.load_weights` fills it; each rank of `parallel` holds its shard. `states`:
     the kernels of recurrent layers, torch operations by default; `encodings`: how each matrix is stored, by default as
-    plain numbers; `block_matrices`: makes the matrices that stay in blocks; `bfloat16`: the matrices that stay in
-    bfloat16; `fixed`: a token's results must not depend on the other tokens of a step (see `Transformer.fix_rows`, to
-    be called once loaded); `num_shards`: of all ranks, whose sums do not depend on the number of ranks (see
-    `TreeSums`), None for one shard on each rank; `recordings`: of decode steps, if they are recorded. Raises
-    `ConfigError` if the model cannot be divided into this number of shards."""
+    plain numbers; `block_matrices`: makes the matrices that stay in blocks; `keeps_groups`: those in groups stay so
+    without it; `bfloat16`: the matrices that stay in bfloat16; `fixed`: a token's results must not depend on the other
+    tokens of a step (see `Transformer.fix_rows`, to be called once loaded); `num_shards`: of all ranks, whose sums do
+    not depend on the number of ranks (see `TreeSums`), None for one shard on each rank; `recordings`: of decode steps,
+    if they are recorded. Raises `ConfigError` if the model cannot be divided into this number of shards."""
     return Transformer(
         config,
         dtype=dtype,
@@ -318,6 +322,7 @@ def build_model(
         parallel=parallel,
         encodings=encodings,
         block_matrices=block_matrices,
+        keeps_groups=keeps_groups,
         bfloat16=bfloat16,
         fixed=fixed,
         num_shards=num_shards,
