@@ -72,6 +72,18 @@ class GroupedWeights:
         return [each for each in (self.levels, self.scales, self.zeros) if each is not None]
 
 
+def fits(inputs: int, group: int, levels: jnp.dtype) -> bool:
+    """Whether the vector memory of the target has room for products with such weights, for any number of rows."""
+    weights = jax.eval_shape(
+        lambda: GroupedWeights(
+            jnp.zeros((inputs, LANES), levels),
+            jnp.zeros((inputs // group, LANES), _BFLOAT16),
+            jnp.zeros((inputs // group, LANES), jnp.int8),
+        )
+    )
+    return _Plan.of(ROWS + 1, weights) is not None
+
+
 def multiply_in_groups(x: jax.Array, weights: GroupedWeights, *, interpret: bool = False) -> jax.Array:
     """`x` bfloat16 `[T, inputs]` times `weights` → float32 `[T, outputs]`. `interpret`: without a TPU, for tests.
 
@@ -81,6 +93,8 @@ def multiply_in_groups(x: jax.Array, weights: GroupedWeights, *, interpret: bool
     if inputs != weights.group * groups or weights.group % 32:
         raise ValueError(f"groups have {weights.group} inputs of {inputs}: they must have a multiple of 32")
     plan = _Plan.of(rows, weights)
+    if plan is None:
+        raise ValueError(f"{inputs} inputs do not fit into the vector memory of {current_chip()}")
     arrays, of_rows, kept = weights.arrays, [x], [pltpu.VMEM((inputs, plan.columns), _BFLOAT16)]
     if weights.zeros is not None:
         of_rows.append(x.astype(_FLOAT32).reshape(rows, groups, -1).sum(2))
@@ -120,9 +134,9 @@ class _Plan:
     many: bool
 
     @classmethod
-    def of(cls, rows: int, weights: GroupedWeights) -> _Plan:
-        """The most columns that fit. Raises `ValueError` if none do."""
-        many, (inputs, outputs) = rows > ROWS, weights.levels.shape
+    def of(cls, rows: int, weights: GroupedWeights) -> _Plan | None:
+        """The most columns that fit; None if none do."""
+        many, outputs = rows > ROWS, weights.levels.shape[1]
         room = VMEM_LIMITS[current_chip()] - 4 * MIB
         of_few = _COLUMNS if outputs >= _FEW_OUTPUTS else _COLUMNS_OF_FEW
         most = _COLUMNS_OF_MANY_ROWS if many else of_few
@@ -131,7 +145,7 @@ class _Plan:
             for columns in widths:
                 if cls(own, columns, many)._vmem_bytes(weights) <= room:
                     return cls(own, min(outputs, columns), many)
-        raise ValueError(f"{inputs} inputs do not fit into the vector memory of {current_chip()}")
+        return None
 
     def _vmem_bytes(self, weights: GroupedWeights) -> int:
         """With two buffers of what is copied. The compiler needs up to one more of widened weights of few rows."""

@@ -17,7 +17,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
+from sglang_jax.kernels.group_product_pallas import GroupedWeights, fits, multiply_in_groups
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import MESH_AXIS, automatic_mesh, partition_spec
 
@@ -39,13 +39,14 @@ class GroupProduct:
         return True
 
     def serves(self, inputs: Sizes) -> bool:
-        """Whether each device has whole groups of a matrix with these inputs."""
+        """Whether each device has whole groups of a matrix with these inputs, and vector memory for them."""
         own = math.prod(size for _, size in inputs)
         if _sharded(inputs) and self.devices > 1:
             own, cut = divmod(own, self.devices)
             if cut or _IN_ANOTHER_ORDER & {axis for axis, _ in inputs}:
                 return False
-        return own % self.kind.weights == 0
+        levels = jnp.dtype(jnp.int4 if self.kind.levels is Levels.INT4 else self.kind.levels.dtype)
+        return own % self.kind.weights == 0 and fits(own, self.kind.weights, levels)
 
     def multiply(self, x: jax.Array, weights: GroupedWeights) -> jax.Array:
         return multiply_in_groups(x, weights, interpret=self.interpret)

@@ -6,19 +6,30 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.quick_programs import xla_flags
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import BlockType
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from sglang_jax.checkpoint.reader import Role
+from sglang_jax.config import EngineConfig
+from sglang_jax.jax_runner.building import JaxBackend
 from sglang_jax.layers.grouped_matrix import GroupedMatrix, GroupProduct, group_product
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation
+from sglang_jax.models.parameters import matrices_as_stored
+from sglang_jax.runner.assembly import open_models
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +85,7 @@ def test_the_kernel_serves_whole_groups_on_each_device() -> None:
     assert not GroupProduct(kind).serves([(Axis.HIDDEN, 96)])
     assert GroupProduct(kind).serves([(Axis.CHANNELS, 256)])
     assert not GroupProduct(kind, 2).serves([(Axis.CHANNELS, 256)])
+    assert not GroupProduct(kind).serves([(Axis.HIDDEN, 2**20)])  # in vector memory
     assert group_product(Encoding(kind), 2) == GroupProduct(kind, 2)
     assert group_product(Encoding(BlockType.Q4_0), 2) is None
     assert group_product(Encoding(GroupType(Levels.FLOAT8_E4M3, 64, Scales.FLOAT32, zeros=True)), 1) is None
@@ -90,8 +102,12 @@ import numpy as np
 from flax import nnx
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.paged_model import PagedModel
+from sglang_jax.jax_runner import weights
 from sglang_jax.layers.grouped_matrix import GroupedMatrix, group_product
 from sglang_jax.layers.sharding import make_mesh
+
+# Each device's part is read by itself, as on several nodes.
+weights._runs = lambda indices, shape: [weights._bounded(each, shape) for each in indices]
 
 sequences = [np.random.default_rng(0).integers(0, 384, length) for length in (12, 21)]
 steps = ({0: 10, 1: 20}, {0: 1, 1: 1})
@@ -120,6 +136,7 @@ for devices, platform in ((1, None), (2, None), (4, "tpu")):
 """
 
 
+@pytest.mark.slow
 def test_models_in_groups_give_the_logits_of_widened_ones_on_any_number_of_devices(tmp_path: Path) -> None:
     """With each device's share of every matrix. Activations are bfloat16, so roundings differ."""
     found = subprocess.run(
@@ -135,3 +152,29 @@ def test_models_in_groups_give_the_logits_of_widened_ones_on_any_number_of_devic
         check=False,
     )
     assert found.returncode == 0, found.stderr[-3000:]
+
+
+def test_matrices_in_groups_stay_so_on_tpus(tmp_path: Path) -> None:
+    """With bfloat16, unless layers are computed in shards; those of float32, or of other devices, are widened. The log
+    counts them."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
+    make_grouped_checkpoint(tmp_path, "qwen2", Grouped.FP8_BLOCKS, num_key_value_heads=2, **sizes)
+    config = EngineConfig(model_path=str(tmp_path))
+    models = open_models(config, open_checkpoint(str(tmp_path)))
+
+    def grouped(platform: str, dtype: str, num_shards: int | None = None) -> int:
+        device = SimpleNamespace(platform=platform, device_kind="TPU v6 lite")
+        mesh = make_mesh(jax.devices()[:1])
+        backend = JaxBackend(config, [device], mesh, jnp.dtype(dtype), AttentionImplementation.XLA, num_shards)
+        model = backend.build(models).model
+        found = sum(isinstance(each, GroupedMatrix) for _, each in nnx.iter_modules(model))
+        names = ("query", "key", "value", "output", "gate", "up", "down") if found else ()
+        stored = matrices_as_stored(model)
+        assert sorted(name.part.value for name in stored) == sorted(names)
+        assert set(stored.values()) <= {"float8_e4m3fn in groups of 32"}
+        return found
+
+    assert grouped("tpu", "bfloat16") == 4
+    assert grouped("tpu", "float32") == 0
+    assert grouped("tpu", "bfloat16", num_shards=2) == 0
+    assert grouped("gpu", "bfloat16") == 0
