@@ -1,16 +1,17 @@
 """Loss from fewer bits per weight: negative log-likelihood of a text under the embedded model, in nats per token.
 
     python benchmarks/quantization_nll.py [--backend torch|jax] [--text FILE] [--tokens 20000] [--json FILE]
-        [--forms float32 int8 fp8 Q8_0 Q4_1 Q4_0] [--activations exact int8]
+        [--forms float32 int8 fp8 int4 Q8_0 Q4_1 Q4_0] [--activations exact int8]
 
 The text, by default the reference of the Python language that comes with every interpreter (`pydoc_data.topics`, in the
 order of its topics), is cut into pieces of 512 tokens, which are prompts. The first token of each has no likelihood. A
 line has the Python version and a digest of the tokens: figures with the same digest are comparable.
 
 `bfloat16`, the baseline, is the file as it is loaded. `float32` is the same file without any rounding. The others
-compute in bfloat16: `int8` and `fp8` are `--quantization`; Q8_0, Q4_1 and Q4_0 are GGUF files written for this, with
-the embeddings (which are also the head) of the embedded model's file, computed with each of `--activations`: with
-`exact`, the engine holds their weights in bfloat16; with `int8`, in blocks, and activations are rounded for products.
+compute in bfloat16: `int8`, `fp8` and `int4`, in groups of 64 and 128, are `--quantization`; Q8_0, Q4_1 and Q4_0 are
+GGUF files written for this, with the embeddings (which are also the head) of the embedded model's file, computed with
+each of `--activations`: with `exact`, the engine holds their weights in bfloat16; with `int8`, in blocks, and
+activations are rounded for products, as with `int8` and `int4`.
 
 All formats are made from the weights of the embedded model's file, whose matrices are stored as Q4_1 and its
 embeddings as Q8_0. Its values lie on a grid of 16 for each 32 weights. Stored as Q4_1 again they are therefore
@@ -45,6 +46,7 @@ FORMS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
     "fp8": {"quantization": "fp8"},
+    "int4": {"quantization": "int4"},
 }
 KINDS = ("Q8_0", "Q4_1", "Q4_0")
 EMBEDDINGS = "token_embd.weight"

@@ -34,7 +34,7 @@ def missing_for_blocks(device: jax.Device, dtype: jnp.dtype, tp_size: int, *, ro
     if device.platform != "cpu":
         return f"a CPU, the device is a {device.platform}: choose --device cpu"
     if tp_size > 1:
-        return f"tp_size 1, got {tp_size}"
+        return f"tp_size 1, got tp_size {tp_size}"
     if find_spec("numba") is None:
         return f"numba, which is not installed: {how_to_install('jax', 'cpu')}"
     if rounded:

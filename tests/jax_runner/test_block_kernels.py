@@ -211,7 +211,7 @@ def test_unsupported_uses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     assert missing(Tpu(), bfloat16) == "a CPU, the device is a tpu: choose --device cpu"
-    assert missing(cpu, bfloat16, 2, rounded=True).startswith("one device, got tp_size 2")
+    assert missing(cpu, bfloat16, 2, rounded=True) == "tp_size 1, got tp_size 2"
     assert missing(cpu, float32) == "--dtype bfloat16 or --cpu-activations int8, got float32"
     monkeypatch.setattr(vectors.config, "CPU_FEATURES", "+avx2")
     assert missing_for_blocks(cpu, float32, 1, rounded=True) is None
