@@ -497,7 +497,7 @@ def test_missing_fields_take_transformers_defaults(name: str, tmp_path: Path) ->
         ("DeepSeek-V3", {"rope_theta": 0}, "rope_theta of rope scaling yarn is 0"),
         ("DeepSeek-V3", {"qk_rope_head_dim": 63}, "must be even for rotary embedding"),
         ("DeepSeek-V3", {"num_nextn_predict_layers": 5000}, "num_nextn_predict_layers is 5000, it must be in"),
-        ("DeepSeek-V3", {"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not support"),
+        ("DeepSeek-V3", {"quantization_config": {"quant_method": "fbgemm_fp8"}}, "weights quantised by 'fbgemm_fp8'"),
         (
             "GLM-4.7-Flash",
             {"mlp_layer_types": ["dense"]},
