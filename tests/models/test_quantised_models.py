@@ -41,16 +41,18 @@ from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT4_GROUPS, INT8_ROWS, Quantization
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.config import EngineConfig, LoadFormat, WeightQuantization
-from sglang_jax.cpu_kernels.byte_units import best_unit
+from sglang_jax.cpu_kernels.byte_units import UNITS, best_unit
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product
 from sglang_jax.jax_runner.loading import load_rank as load_on_jax
 from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, build_model, parameters
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.runner.quantization import describe_matrices, encodings_of, kept_encodings, quantization_of
 from torch_backend import weights as torch_weights
+from torch_backend.cpu_kernels.block_matrix import BlockProducts
 from torch_backend.loading import load_rank as load_on_torch
 
 ROUNDING = 1e-5
@@ -304,8 +306,10 @@ def test_the_reported_type_is_that_of_the_loaded_matrices(tmp_path: Path) -> Non
     assert describe_matrices(checkpoint.config, {}) is None
 
 
-def test_matrices_in_blocks_are_reported(tmp_path: Path) -> None:
-    """By their types, and with the head where it is the table of embeddings."""
+def test_matrices_in_blocks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their types, and with the head where it is the table of embeddings. No kernel is compiled for this."""
+    monkeypatch.setattr(BlockProducts, "work", lambda *_, **__: True)
+    form = UNITS[best_unit()].form
     file = make_mixed_gguf(tmp_path, tied=True)
     checkpoint = open_checkpoint(str(file))
     jax_model = build_model(
@@ -313,7 +317,7 @@ def test_matrices_in_blocks_are_reported(tmp_path: Path) -> None:
         dtype=jnp.dtype(jnp.bfloat16),
         attention=AttentionImplementation.XLA,
         encodings=encodings_of(checkpoint, None),
-        block_products=partial(block_product, cache_folder=EngineConfig().cache_folder(), unit=best_unit()),
+        block_products=lambda encoding: BlockProduct(encoding, "none", 1, 64, form),
     )
     torch_model = TorchPagedModel(file, dtype=torch.bfloat16, load=False, block_matrices=integer_products()).model
     for kept in (
