@@ -46,7 +46,7 @@ FORMS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
     "fp8": {"quantization": "fp8"},
-    "int4": {"quantization": "int4"},
+    "int4": {"quantization": "int4", "cpu_activations": "int8"},
 }
 KINDS = ("Q8_0", "Q4_1", "Q4_0")
 EMBEDDINGS = "token_embd.weight"
