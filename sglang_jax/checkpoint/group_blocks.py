@@ -65,13 +65,18 @@ class GroupType:
     """Blocks of `weights` values. A weight is `scale * (level - zero)`.
 
     Bytes of a block: its levels, then its scale, then its zero if it has `zeros`, in the dtype of levels. Levels of 4
-    bits are unsigned, the first half of the group in the low halves of bytes.
+    bits are unsigned, the first half of the group in the low halves of bytes. Raises `ValueError` for floats with
+    zeros, which no format has.
     """
 
     levels: Levels
     weights: int
     scales: Scales
     zeros: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zeros and self.levels is Levels.FLOAT8_E4M3:
+            raise ValueError("groups of floats have no zeros")
 
     @property
     def value(self) -> str:

@@ -53,11 +53,9 @@ class GroupProduct:
 
 
 def group_product(encoding: Encoding, devices: int) -> GroupProduct | None:
-    """The kernel of an encoding; None for matrices that are not in groups, and for floats with zeros."""
+    """The kernel of an encoding; None for matrices that are not in groups."""
     kind = encoding.values
-    if not isinstance(kind, GroupType) or (kind.zeros and kind.levels is Levels.FLOAT8_E4M3):
-        return None
-    return GroupProduct(kind, devices)
+    return GroupProduct(kind, devices) if isinstance(kind, GroupType) else None
 
 
 class GroupedMatrix(nnx.Module):

@@ -68,9 +68,8 @@ def _of_integers(values: AnyValues) -> bool:
     return values is not ValueType.FLOAT8_E4M3
 
 
-def of_groups(values: AnyValues) -> bool:
-    """Whether a type is of weights in groups that kernels of accelerators multiply."""
-    return isinstance(values, GroupType) and not (values.zeros and values.levels is Levels.FLOAT8_E4M3)
+def _of_groups(values: AnyValues) -> bool:
+    return isinstance(values, GroupType)
 
 
 def has_blocks(checkpoint: Checkpoint, which: Callable[[AnyValues], bool] = _in_blocks) -> bool:
@@ -84,7 +83,7 @@ def has_blocks(checkpoint: Checkpoint, which: Callable[[AnyValues], bool] = _in_
 
 def has_groups(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     """Whether some matrices are quantised in groups, by the checkpoint or by the options."""
-    return config.quantization is WeightQuantization.INT4 or has_blocks(checkpoint, of_groups)
+    return config.quantization is WeightQuantization.INT4 or has_blocks(checkpoint, _of_groups)
 
 
 def require_kernels_for_groups(config: EngineConfig, needed: str) -> None:

@@ -88,7 +88,8 @@ def test_the_kernel_serves_whole_groups_on_each_device() -> None:
     assert not GroupProduct(kind).serves([(Axis.HIDDEN, 2**20)])  # in vector memory
     assert group_product(Encoding(kind), 2) == GroupProduct(kind, 2)
     assert group_product(Encoding(BlockType.Q4_0), 2) is None
-    assert group_product(Encoding(GroupType(Levels.FLOAT8_E4M3, 64, Scales.FLOAT32, zeros=True)), 1) is None
+    with pytest.raises(ValueError, match="groups of floats have no zeros"):
+        GroupType(Levels.FLOAT8_E4M3, 64, Scales.FLOAT32, zeros=True)
 
 
 _PROGRAM = """

@@ -17,7 +17,7 @@ from triton.errors import TritonError
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from torch_backend.kernels.group_layout import GroupedWeights
 from torch_backend.layers import grouped
-from torch_backend.layers.grouped import GroupedMatrix, is_grouped, multiply_widened, pack_blocks, product_for
+from torch_backend.layers.grouped import GroupedMatrix, multiply_widened, pack_blocks, product_for
 from torch_backend.weights import matrices_as_stored, weight_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -102,11 +102,6 @@ def test_a_tied_head_in_groups_is_the_table() -> None:
     x = torch.randn((3, 128), generator=torch.Generator().manual_seed(0))
     assert torch.equal(matrix.rows(torch.tensor([5, 1])), expected[[5, 1]])
     assert torch.equal(matrix.multiply(x), x @ expected.T)
-
-
-def test_zeros_of_float8_are_not_served() -> None:
-    assert not is_grouped(GroupType(Levels.FLOAT8_E4M3, 64, Scales.FLOAT16, zeros=True))
-    assert all(map(is_grouped, KINDS))
 
 
 def test_a_gpu_has_the_kernel_where_it_works_and_the_log_names_it_once(

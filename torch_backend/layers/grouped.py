@@ -25,11 +25,6 @@ _LEVELS = {Levels.INT4: torch.uint8, Levels.INT8: torch.int8, Levels.FLOAT8_E4M3
 _SCALES = {Scales.FLOAT16: torch.float16, Scales.BFLOAT16: torch.bfloat16, Scales.FLOAT32: torch.float32}
 
 
-def is_grouped(values: object) -> bool:
-    """Whether a `GroupedMatrix` holds values of a type."""
-    return isinstance(values, GroupType) and not (values.zeros and values.levels is Levels.FLOAT8_E4M3)
-
-
 class GroupedMatrix(Loadable):
     """A matrix quantised in groups, and an optional bias of its product. Loaded as stored, then rearranged once."""
 

@@ -18,7 +18,7 @@ from sglang_jax.checkpoint.group_blocks import GroupType
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
-from torch_backend.layers.grouped import GroupedMatrix, is_grouped
+from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES, PlainProduct, ScaledProduct, multiply_widened, product_for
@@ -243,7 +243,7 @@ def _matrix(
         if encoding.block is None:
             return ScaledMatrix(encoding, inputs, rows, parts, bias=bias, dtype=dtype)
         kind = encoding.block_type
-        if options.keeps_groups and isinstance(kind, GroupType) and is_grouped(kind) and not inputs % kind.weights:
+        if options.keeps_groups and isinstance(kind, GroupType) and not inputs % kind.weights:
             return GroupedMatrix(kind, inputs, rows, parts, bias=bias, dtype=dtype)
         return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
     form = QuantisedMatrix if matrices.serves_all_rows else TwoFormMatrix
