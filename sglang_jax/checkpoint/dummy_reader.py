@@ -13,7 +13,8 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.group_blocks import Scales
-from sglang_jax.checkpoint.grouped_tensors import GroupScheme
+from sglang_jax.checkpoint.grouped_experts import MXFP4, blocks_of_experts
+from sglang_jax.checkpoint.grouped_tensors import GroupLayout, GroupScheme
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.checkpoint.stored_quantization import StoredQuantization
@@ -41,7 +42,11 @@ class DummyReader:
         tensors = {name.part: spec.tensor for name, spec in manifest.specs.items() if name.layer is None}
         self._embedding = tensors[Part.EMBEDDING]
         self._routers = {spec.tensor for name, spec in manifest.specs.items() if name.part is Part.ROUTER}
-        self._shapes = manifest.tensors()
+        by_tensors = None if stored is None else stored.by_tensors
+        self._experts: frozenset[str] = frozenset()
+        if by_tensors is not None and by_tensors.layout is GroupLayout.MXFP4_EXPERTS:
+            self._experts = blocks_of_experts(manifest)
+        self._shapes = manifest.tensors(self._experts)
         self._scales = {spec.tensor: 1.0 - spec.offset for spec in manifest.specs.values() if spec.is_scale}
         self._seed = seed
         noise = np.random.default_rng(seed).standard_normal(_POOL_SIZE, dtype=np.float32) * np.float32(_SCALE)
@@ -70,6 +75,8 @@ class DummyReader:
         return values[(slice(None), *selected[1:])]
 
     def encoding(self, name: str) -> Encoding | None:
+        if name in self._experts:
+            return Encoding(MXFP4)
         if self._stored is None or not name.endswith(_WEIGHT) or len(self.shape(name)) != 2:
             return None
         if name in self._routers:
@@ -87,11 +94,14 @@ class DummyReader:
         encoding = self.encoding(name)
         if encoding is None or role not in encoding.roles:
             raise ValueError(f"{name} is stored without {role.value}")
-        rows, columns = whole_index(self.shape(name), index)
+        *rows, columns = whole_index(self.shape(name), index)
         if role is Role.INPUT_SCALE:
-            return np.ones(len(range(*rows.indices(self.shape(name)[0]))), np.float32)
-        found = Quantization(encoding).arrays(self.read(name, (rows,)), (role,))[role]
-        return found[:, encoding.places(columns, self.shape(name)[1])] if role is Role.VALUES else found
+            return np.ones(len(range(*rows[0].indices(self.shape(name)[0]))), np.float32)
+        found = Quantization(encoding).arrays(self.read(name, tuple(rows)), (role,))[role]
+        if role is not Role.VALUES:
+            return found
+        places = (*[slice(None)] * len(rows), encoding.places(columns, self.shape(name)[-1]))
+        return found[places]
 
     def _repeat(self, begin: int, count: int) -> Array:
         """`count` values of the repeated pool from `begin` on, by plain copies: 16 GB in seconds."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+import ml_dtypes
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
@@ -14,6 +15,10 @@ from sglang_jax.checkpoint.reader import Array
 
 BLOCK = 32
 """Weights of a row that are together in `Unpacked`: those of a small block, or an eighth of a large one."""
+
+FLOAT4_ZERO = 12
+FLOAT4 = tuple(FLOAT4_ZERO + sign * twice for sign in (1, -1) for twice in (0, 1, 2, 3, 4, 6, 8, 12))
+"""Twice the number of each of the 16 floats of 4 bits, E2M1 of the Open Compute Project's formats, plus this zero."""
 
 
 class BlockType(Enum):
@@ -27,6 +32,7 @@ class BlockType(Enum):
     Q4_K = "Q4_K"
     Q5_K = "Q5_K"
     Q6_K = "Q6_K"
+    MXFP4 = "MXFP4"
 
     @property
     def ggml(self) -> GGMLQuantizationType:
@@ -51,6 +57,8 @@ class BlockType(Enum):
     @property
     def halves(self) -> tuple[int, ...]:
         """The bytes of a block where a float16 begins."""
+        if self is BlockType.MXFP4:
+            return ()
         if self is BlockType.Q6_K:
             return (208,)
         return (0,) if self in (BlockType.Q4_0, BlockType.Q5_0, BlockType.Q8_0) else (0, 2)
@@ -64,10 +72,11 @@ WITH_EXACT_ACTIVATIONS = (BlockType.Q4_0, BlockType.Q4_1, BlockType.Q8_0)
 class Unpacked:
     """Weights `scale * (level - zero) + offset` of a matrix `[rows, columns]`.
 
-    - `levels`: `[rows, columns / 32, 32]`, uint8; int8 for 8 bits.
+    - `levels`: `[rows, columns / 32, 32]`, uint8; int8 for 8 bits. With a `table` of 16 numbers, each stands for one of
+      these.
     - `scales`: `[rows, columns / 32]`, or `/ 16` in Q6_K; `offsets`: of the same shape; None for none. Both are
       float16; or int8, and multiplied by `factors`. Values with a scale per row have float32 `[rows, 1]`, and groups
-      of 32, 64 or 128 float32 `[rows, groups]`.
+      of 32, 64 or 128 and blocks of MXFP4 float32 `[rows, groups]`.
     - `factors`: float16 `[rows, columns / 256, 2]`, of scales and of offsets, without offsets `[..., 1]`; or None.
     """
 
@@ -76,11 +85,13 @@ class Unpacked:
     scales: Array
     offsets: Array | None = None
     factors: Array | None = None
+    table: tuple[int, ...] = ()
 
     def widened(self) -> NDArray[np.float32]:
         """The weights, rounded as the gguf package does: products to float32, then sums."""
         rows, blocks, together = self.levels.shape
-        values = self.levels.astype(np.float32) - np.float32(self.zero)
+        levels = np.array(self.table, np.uint8)[self.levels] if self.table else self.levels
+        values = levels.astype(np.float32) - np.float32(self.zero)
         groups = self.scales.shape[1]
         values = values.reshape(rows, groups, blocks * together // max(groups, 1))
         values *= self._numbers(self.scales, 0)[..., None]
@@ -160,6 +171,11 @@ def _q6_k(blocks: Array) -> Unpacked:
     return Unpacked(levels.reshape(len(blocks), -1, BLOCK), 32, scales, factors=_halves(blocks, 208))
 
 
+def _mxfp4(blocks: Array) -> Unpacked:
+    scales = np.ascontiguousarray(blocks[..., 0]).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    return Unpacked(_nibbles(blocks[..., 1:]), FLOAT4_ZERO, scales / 2, table=FLOAT4)
+
+
 def _with_minimums(blocks: Array, levels: Array) -> Unpacked:
     """The six bits of each scale and minimum of the eight groups: those of the first four are the low bits of bytes 4
     to 11 of a block; those of the others are split between the upper bits of these and the next four bytes."""
@@ -187,4 +203,5 @@ _UNPACK: dict[BlockType, Callable[[Array], Unpacked]] = {
     BlockType.Q4_K: _q4_k,
     BlockType.Q5_K: _q5_k,
     BlockType.Q6_K: _q6_k,
+    BlockType.MXFP4: _mxfp4,
 }

@@ -108,23 +108,23 @@ class GgufReader:
 
     def encoding(self, name: str) -> Encoding | None:
         tensor = self._entry(name).tensor
-        return None if tensor.kind is None or len(tensor.shape) != 2 else _ENCODINGS.get(tensor.kind)
+        return None if tensor.kind is None or len(tensor.shape) < 2 else _ENCODINGS.get(tensor.kind)
 
     def in_bfloat16(self, name: str) -> bool:
         return self._entry(name).tensor.kind is GGMLQuantizationType.BF16
 
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
-        """See `TensorReader`: blocks, `[rows, blocks, bytes]`."""
+        """See `TensorReader`: blocks, `[rows, blocks, bytes]`, of experts with one more axis in front."""
         entry, encoding = self._entry(name), self.encoding(name)
         if role is not Role.VALUES or encoding is None or encoding.block is None:
             raise ValueError(f"{name} is stored without {role.value}")
-        rows, columns = whole_index(entry.tensor.shape, index)
-        heads = entry.permuted_heads
+        *rows, columns = whole_index(entry.tensor.shape, index)
+        heads, width = entry.permuted_heads, entry.tensor.shape[-1]
         raw: Array = self._file.raw(entry.tensor)
-        raw = raw[_stored_rows(entry.tensor.shape[0], heads)[rows] if heads else rows]
-        first, last, _ = columns.indices(entry.tensor.shape[1])
-        blocks = raw.reshape(len(raw), entry.tensor.shape[1] // encoding.block, -1)
-        return blocks[:, first // encoding.block : last // encoding.block]
+        raw = raw[_stored_rows(entry.tensor.shape[0], heads)[rows[0]] if heads else tuple(rows)]
+        first, last, _ = columns.indices(width)
+        blocks = raw.reshape(*raw.shape[:-1], width // encoding.block, -1)
+        return blocks[..., first // encoding.block : last // encoding.block, :]
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:

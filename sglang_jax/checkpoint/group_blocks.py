@@ -12,8 +12,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
-from sglang_jax.checkpoint.ggml_blocks import BLOCK, Unpacked
+from sglang_jax.checkpoint.ggml_blocks import BLOCK, FLOAT4, FLOAT4_ZERO, Unpacked
 from sglang_jax.checkpoint.reader import Array
 
 SIZES = (32, 64, 128)
@@ -22,19 +23,21 @@ SIZES = (32, 64, 128)
 
 class Levels(Enum):
     """The type of values, before multiplication by scales: its bits, the dtype in which numpy has it, and what is
-    subtracted where blocks have no zeros."""
+    subtracted where blocks have no zeros. Levels of 4 bits are uint8; those of floats are their bits, of the Open
+    Compute Project's E2M1."""
 
     INT4 = "int4"
     INT8 = "int8"
     FLOAT8_E4M3 = "float8_e4m3fn"
+    FLOAT4_E2M1 = "float4_e2m1fn"
 
     @property
     def bits(self) -> int:
-        return 4 if self is Levels.INT4 else 8
+        return 4 if self in (Levels.INT4, Levels.FLOAT4_E2M1) else 8
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        if self is Levels.INT4:
+        if self.bits == 4:
             return np.dtype(np.uint8)
         return np.dtype(np.int8 if self is Levels.INT8 else ml_dtypes.float8_e4m3fn)
 
@@ -42,22 +45,36 @@ class Levels(Enum):
     def zero(self) -> int:
         return 8 if self is Levels.INT4 else 0
 
+    @property
+    def is_float(self) -> bool:
+        return self in (Levels.FLOAT8_E4M3, Levels.FLOAT4_E2M1)
+
+    def numbers(self, levels: Array) -> NDArray[np.float32]:
+        """What levels stand for, before zeros are subtracted: float32."""
+        if self is Levels.FLOAT4_E2M1:
+            levels = levels.view(ml_dtypes.float4_e2m1fn)
+        found: NDArray[np.float32] = levels.astype(np.float32)
+        return found
+
+    def of(self, numbers: NDArray[np.float32]) -> Array:
+        """The levels of numbers that these levels can stand for; floats are rounded to them."""
+        if self is Levels.FLOAT4_E2M1:
+            codes: Array = numbers.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+            return codes
+        return numbers.astype(self.dtype)
+
 
 class Scales(Enum):
-    """Dtypes of scales."""
+    """Dtypes of scales. `POWER_OF_TWO` has a byte for the exponent: E8M0."""
 
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+    POWER_OF_TWO = "float8_e8m0fnu"
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(np.float32 if self is Scales.FLOAT32 else self._half)
-
-    @property
-    def _half(self) -> type[np.generic]:
-        half: type[np.generic] = np.float16 if self is Scales.FLOAT16 else ml_dtypes.bfloat16
-        return half
+        return np.dtype(getattr(ml_dtypes, self.value, self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +92,7 @@ class GroupType:
     zeros: bool = False
 
     def __post_init__(self) -> None:
-        if self.zeros and self.levels is Levels.FLOAT8_E4M3:
+        if self.zeros and self.levels.is_float:
             raise ValueError("groups of floats have no zeros")
 
     @property
@@ -121,6 +138,9 @@ class GroupType:
         """See `Unpacked`; scales and offsets are float32."""
         levels, scales, zeros = self.split(blocks)
         wide = scales.astype(np.float32)
+        if self.levels is Levels.FLOAT4_E2M1:
+            in_blocks = levels.reshape(len(blocks), -1, BLOCK)
+            return Unpacked(in_blocks, FLOAT4_ZERO, wide / 2, table=FLOAT4)
         offsets = None if zeros is None else -wide * zeros.astype(np.float32)
         in_blocks = levels.reshape(len(blocks), blocks.shape[1] * self.weights // BLOCK, BLOCK)
         return Unpacked(in_blocks, 0 if self.zeros else self.levels.zero, wide, offsets)

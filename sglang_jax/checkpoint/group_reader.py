@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
-from sglang_jax.checkpoint.grouped_tensors import CLASSES, GroupedMatrix, GroupLayout, GroupScheme
+from sglang_jax.checkpoint.group_blocks import GroupType
+from sglang_jax.checkpoint.grouped_experts import GroupedExperts
+from sglang_jax.checkpoint.grouped_tensors import (
+    AwqMatrix,
+    CompressedTensorsMatrix,
+    Float8Matrix,
+    GptqMatrix,
+    GroupLayout,
+    GroupScheme,
+)
 from sglang_jax.checkpoint.reader import Array, Index, Role, TensorReader
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.stored_quantization import StoredQuantization
@@ -22,18 +32,66 @@ _MARKERS = {
     GroupLayout.GPTQ_V2: ".qweight",
     GroupLayout.AWQ: ".qweight",
     GroupLayout.FLOAT8_INVERSE: ".weight_scale_inv",
+    GroupLayout.MXFP4_EXPERTS: "_blocks",
 }
 """What only quantised layers have, in formats whose config does not list layers."""
 
 
-class GroupReader:
-    """The tensors of a folder, some of which are the matrices `grouped`, by layer, under the names of plain weights.
-    They have an encoding if they consist of whole blocks; `read` dequantises them to float32."""
+class GroupedTensor(Protocol):
+    """A matrix, or those of all experts of a layer, in groups."""
 
-    def __init__(self, others: TensorReader, grouped: Mapping[str, GroupedMatrix]) -> None:
+    @property
+    def name(self) -> str:
+        """The name under which it is read."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """The tensors of which it may consist."""
+        ...
+
+    @property
+    def kind(self) -> GroupType | None:
+        """The blocks of `blocks`; None if it can only be dequantised."""
+        ...
+
+    def blocks(self, index: Index | None = None) -> Array:
+        """The part at `index`, of whole blocks: uint8 `[..., rows, blocks, bytes]`."""
+        ...
+
+    def widened(self, index: Index | None = None) -> Array:
+        """The part at `index`, dequantised: float32."""
+        ...
+
+    def faults(self) -> Iterator[str]:
+        """Describes tensors that are missing, misshapen or of another type; reads no values."""
+        ...
+
+
+_CLASSES: dict[
+    GroupLayout, Callable[[SafetensorsReader, str, GroupScheme, Mapping[str, tuple[int, ...]]], GroupedTensor]
+] = {
+    GroupLayout.COMPRESSED: CompressedTensorsMatrix,
+    GroupLayout.GPTQ: GptqMatrix,
+    GroupLayout.GPTQ_V2: GptqMatrix,
+    GroupLayout.AWQ: AwqMatrix,
+    GroupLayout.FLOAT8: Float8Matrix,
+    GroupLayout.FLOAT8_INVERSE: Float8Matrix,
+    GroupLayout.MXFP4_EXPERTS: GroupedExperts,
+}
+
+
+class GroupReader:
+    """The tensors of a folder, some of which are `grouped`. These have an encoding if they consist of whole blocks;
+    `read` dequantises them to float32."""
+
+    def __init__(self, others: TensorReader, grouped: Iterable[GroupedTensor]) -> None:
         """`others`: reads the tensors of other layers."""
         self._others = others
-        self._grouped = {f"{layer}{_WEIGHT}": matrix for layer, matrix in grouped.items()}
+        self._grouped = {each.name: each for each in grouped}
 
     def names(self) -> frozenset[str]:
         return self._others.names() | self._grouped.keys()
@@ -65,15 +123,15 @@ class GroupReader:
 
 def find_groups(
     folder: SafetensorsReader, quantization: StoredQuantization, config: ModelConfig
-) -> dict[str, GroupedMatrix]:
-    """The matrices of a folder that are quantised in groups, by layer. Raises `CheckpointError` naming the tensors, at
+) -> list[GroupedTensor]:
+    """The matrices of a folder that are quantised in groups. Raises `CheckpointError` naming the tensors, at
     most 500, that are not as their layout has them; reads no values."""
     expected = expected_tensors(config, folder.names())
-    grouped = {
-        layer: CLASSES[scheme.layout](folder, layer, scheme, expected)
+    grouped = [
+        _CLASSES[scheme.layout](folder, layer, scheme, expected)
         for layer, scheme in _schemes(folder, quantization, config).items()
-    }
-    faults = sorted(fault for matrix in grouped.values() for fault in matrix.faults())
+    ]
+    faults = sorted(fault for matrix in grouped for fault in matrix.faults())
     if faults:
         raise CheckpointError(
             f"the tensors are not those that {quantization.file} describes as quantised ({len(faults)} faults):"
@@ -106,6 +164,6 @@ def _schemes(
     return found
 
 
-def tensors_of_groups(grouped: Mapping[str, GroupedMatrix]) -> frozenset[str]:
+def tensors_of_groups(grouped: Iterable[GroupedTensor]) -> frozenset[str]:
     """The tensors of which the matrices may consist."""
-    return frozenset[str]().union(*(matrix.tensors for matrix in grouped.values()))
+    return frozenset[str]().union(*(matrix.tensors for matrix in grouped))

@@ -42,6 +42,8 @@ class GroupLayout(Enum):
     AWQ = "awq"
     FLOAT8 = "float8 with weight_scale"
     FLOAT8_INVERSE = "float8 with weight_scale_inv"
+    MXFP4_EXPERTS = "mxfp4"
+    """See `grouped_experts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class GroupedMatrix(ABC):
         self._stored = folder.names()
 
     @property
+    def name(self) -> str:
+        return f"{self.stem}.weight"
+
+    @property
     @abstractmethod
     def shape(self) -> tuple[int, int]: ...
 
@@ -116,7 +122,7 @@ class GroupedMatrix(ABC):
         groups = self._groups(columns)
         first, last = (int(groups.min()), int(groups.max()) + 1) if len(groups) else (0, 0)
         scales, zeros = self._checked(rows, slice(first, last))
-        found: NDArray[np.float32] = self._levels(rows, columns).astype(np.float32)
+        found = self.scheme.levels.numbers(self._levels(rows, columns))
         found -= np.float32(self.scheme.levels.zero) if zeros is None else zeros[:, groups - first].astype(np.float32)
         found *= scales.astype(np.float32)[:, groups - first]
         return found
@@ -425,13 +431,3 @@ def _group_of_inputs(folder: SafetensorsReader, name: str, groups: int) -> NDArr
     if len(found) and not 0 <= found.min() <= found.max() < groups:
         raise CheckpointError(f"{name} has groups from {found.min()} to {found.max()}, the matrix has {groups}")
     return found
-
-
-CLASSES: dict[GroupLayout, type[GroupedMatrix]] = {
-    GroupLayout.COMPRESSED: CompressedTensorsMatrix,
-    GroupLayout.GPTQ: GptqMatrix,
-    GroupLayout.GPTQ_V2: GptqMatrix,
-    GroupLayout.AWQ: AwqMatrix,
-    GroupLayout.FLOAT8: Float8Matrix,
-    GroupLayout.FLOAT8_INVERSE: Float8Matrix,
-}

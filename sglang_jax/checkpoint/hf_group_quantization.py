@@ -1,4 +1,4 @@
-"""Reads how folders of GPTQ, AWQ and FP8 in blocks are quantised, from `quantization_config` of config.json."""
+"""Reads how folders of GPTQ, AWQ, FP8 in blocks and MXFP4 are quantised, from `quantization_config` of config.json."""
 
 from __future__ import annotations
 
@@ -65,6 +65,13 @@ def float8(quantization: JsonFields) -> StoredQuantization:
         refuse(quantization, "weight_block_size", "two equal numbers, such as [128, 128]")
     scheme = GroupScheme(GroupLayout.FLOAT8_INVERSE, Levels.FLOAT8_E4M3, block[0], zeros=False)
     return StoredQuantization(quantization.file, {}, ignored=_HEAD, by_tensors=scheme)
+
+
+def mxfp4(quantization: JsonFields) -> StoredQuantization:
+    """MXFP4, as gpt-oss has it: of experts. Layers without its tensors are plain."""
+    scheme = GroupScheme(GroupLayout.MXFP4_EXPERTS, Levels.FLOAT4_E2M1, 32, zeros=False)
+    linear = LayerPatterns(names=frozenset({"Linear"}))
+    return StoredQuantization(quantization.file, {}, ignored=linear, by_tensors=scheme)
 
 
 def _float8_matrices(quantization: JsonFields, inputs: str | None) -> StoredQuantization:

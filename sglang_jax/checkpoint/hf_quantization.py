@@ -11,7 +11,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
 from sglang_jax.checkpoint.group_blocks import Levels
 from sglang_jax.checkpoint.grouped_tensors import GroupLayout, GroupScheme
-from sglang_jax.checkpoint.hf_group_quantization import LEVELS, awq, float8, gptq
+from sglang_jax.checkpoint.hf_group_quantization import LEVELS, awq, float8, gptq, mxfp4
 from sglang_jax.checkpoint.layer_patterns import LayerPatterns, compiled, is_pattern, wildcards
 from sglang_jax.checkpoint.stored_quantization import (
     AnyScheme,
@@ -28,7 +28,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 _FIELD = "quantization_config"
 _COMPRESSED, _MODELOPT = "compressed-tensors", "modelopt"
-_METHODS = {"gptq": gptq, "awq": awq, "fp8": float8}
+_METHODS = {"gptq": gptq, "awq": awq, "fp8": float8, "mxfp4": mxfp4}
 _KV_TYPES = {("float", 8): KVCacheDtype.FLOAT8_E4M3, ("int", 8): KVCacheDtype.INT8}
 _VALUE_TYPES = {"float": ValueType.FLOAT8_E4M3, "int": ValueType.INT8}
 _PACKED = "pack-quantized"

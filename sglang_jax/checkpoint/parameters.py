@@ -75,7 +75,7 @@ class ParameterReader:
     def _numbers(self, spec: ParameterSpec, index: Index | None) -> Array:
         """A parameter before it is quantised."""
         if spec.places:
-            return self._read_experts(spec, index)
+            return self._read_experts(spec, index, self._reader.read)
         if spec.default is not None:
             tensor = spec.tensor_of(self._names)
             whole = self._reader.read(tensor) if tensor in self._names else np.float32(spec.default)
@@ -96,7 +96,7 @@ class ParameterReader:
 
         None for plain numbers, for a part that cuts through blocks, for matrices that are not used as stored (blocks
         that are multiplied by `ParameterSpec.factors`, embeddings with a scale per row, and a head tied to these), and
-        for experts that share one tensor or have different encodings.
+        for experts that have different encodings.
         """
         spec = self.spec(name)
         quantization = self._quantized(spec)
@@ -113,7 +113,7 @@ class ParameterReader:
         spec = self.spec(name)
         if not spec.is_matrix or spec.offset or spec.factors or self._quantized(spec) is not None:
             return False
-        tensors = self._tensors_of(spec, None) or [spec.place(self._names).tensor]
+        tensors = self._tensors_of(spec, None)
         return all(tensor in self._names and self._reader.in_bfloat16(tensor) for tensor in tensors)
 
     def _quantized(self, spec: ParameterSpec) -> Quantization | None:
@@ -156,8 +156,7 @@ class ParameterReader:
 
     def _stored_array(self, spec: ParameterSpec, role: Role, index: Index | None) -> Array:
         if spec.places:
-            sides = whole_index(spec.shape, index)[1:]
-            return np.stack([self._reader.read_array(each, role, sides) for each in self._tensors_of(spec, index)])
+            return self._read_experts(spec, index, lambda tensor, part: self._reader.read_array(tensor, role, part))
         part = _Part.of(spec, index)
         found = part.rows_in_order(self._reader.read_array(spec.tensor_of(self._names), role, part.stored))
         return part.multiplied(found) if spec.factors and role is Role.SCALES else found
@@ -169,24 +168,22 @@ class ParameterReader:
         return Stored(encoding, self.read_arrays(name, encoding.roles, index))
 
     def _tensors_of(self, spec: ParameterSpec, index: Index | None) -> list[str]:
-        """The tensor of a parameter, or those of the experts at `index`; empty if all experts share one tensor."""
+        """The tensor of a parameter, or those of the experts at `index`."""
         if not spec.places:
             return [spec.tensor_of(self._names)]
         place = spec.place(self._names)
         experts, *_ = whole_index(spec.shape, index)
-        return (
-            [place.tensor_of(each) for each in range(*experts.indices(spec.shape[0]))]
-            if place.tensor_per_expert
-            else []
-        )
+        numbers = range(*experts.indices(spec.shape[0]))
+        return [place.tensor_of(each) for each in numbers] if place.tensor_per_expert else [place.tensor]
 
-    def _read_experts(self, spec: ParameterSpec, index: Index | None) -> Array:
-        """Reads `[experts, rows, ...]` from one tensor per expert, or from a part of a tensor of all experts."""
+    def _read_experts(self, spec: ParameterSpec, index: Index | None, read: Callable[[str, Index], Array]) -> Array:
+        """Reads `[experts, rows, ...]` by `read` from one tensor per expert, or from a part of a tensor of all experts,
+        which is not transposed unless it has plain numbers."""
         place = spec.place(self._names)
         experts, rows, *rest = whole_index(spec.shape, index)
         if place.tensor_per_expert:
             numbers = range(*experts.indices(spec.shape[0]))
-            return np.stack([self._reader.read(place.tensor_of(each), (rows, *rest)) for each in numbers])
+            return np.stack([read(place.tensor_of(each), (rows, *rest)) for each in numbers])
         first, last, _ = rows.indices(spec.shape[1])
         if place.alternating:
             stored = slice(first * place.parts, last * place.parts)
@@ -194,7 +191,7 @@ class ParameterReader:
             start = place.part * spec.shape[1]
             stored = slice(start + first, start + last)
         sides = (*rest, stored) if place.transposed else (stored, *rest)
-        found = self._reader.read(place.tensor, (experts, *sides))
+        found = read(place.tensor, (experts, *sides))
         if place.transposed:
             found = np.swapaxes(found, 1, 2)
         return found[:, place.part :: place.parts] if place.alternating else found

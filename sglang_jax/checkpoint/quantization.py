@@ -27,10 +27,20 @@ INT4_GROUPS = Encoding(GroupType(Levels.INT4, 128, Scales.BFLOAT16))
 
 _LARGEST = {ValueType.INT8: 127.0, ValueType.FLOAT8_E4M3: 448.0}
 _DTYPES = {ValueType.INT8: np.dtype(np.int8), ValueType.FLOAT8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn)}
-_MOST = {Levels.INT4: (7.0, 7.5, 8.0, 8.5, 9.5), Levels.INT8: (127.0,), Levels.FLOAT8_E4M3: (448.0,)}
+_MOST = {
+    Levels.INT4: (7.0, 7.5, 8.0, 8.5, 9.5),
+    Levels.INT8: (127.0,),
+    Levels.FLOAT8_E4M3: (448.0,),
+    Levels.FLOAT4_E2M1: (6.0,),
+}
 """What the largest number of a group may become, before it is rounded and cut."""
 
-_RANGES = {Levels.INT4: (-8, 7), Levels.INT8: (-127, 127), Levels.FLOAT8_E4M3: (-448, 448)}
+_RANGES = {
+    Levels.INT4: (-8, 7),
+    Levels.INT8: (-127, 127),
+    Levels.FLOAT8_E4M3: (-448, 448),
+    Levels.FLOAT4_E2M1: (-6, 6),
+}
 _WEIGHTS_AT_A_TIME = 2**20
 _STAY_PLAIN = frozenset({Part.EMBEDDING, Part.HEAD, Part.ROUTER, Part.SHARED_ROUTER, Part.KEY_UP, Part.VALUE_UP})
 """Embeddings are looked up; rounding a head or router changes the best token or expert; and latent attention multiplies
@@ -115,7 +125,7 @@ def _in_groups(numbers: NDArray[np.float32], kind: GroupType) -> Array:
     for each in others:
         best = best.or_better(each)
     rows = len(numbers)
-    levels = (best.levels + np.float32(kind.levels.zero)).astype(kind.levels.dtype)
+    levels = kind.levels.of(best.levels + np.float32(kind.levels.zero))
     return kind.join(levels.reshape(rows, -1), best.scales.reshape(rows, -1))
 
 
@@ -132,7 +142,7 @@ class _Rounded:
         scales = _scales(groups, most).astype(kind.scales.dtype).astype(np.float32)
         levels = groups / scales[:, None]
         least, largest = _RANGES[kind.levels]
-        if kind.levels is not Levels.FLOAT8_E4M3:
+        if not kind.levels.is_float:
             np.rint(levels, out=levels)
         np.clip(levels, least, largest, out=levels)
         return cls(levels, scales, np.square(levels * scales[:, None] - groups).sum(-1))

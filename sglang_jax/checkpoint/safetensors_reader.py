@@ -33,6 +33,7 @@ _DTYPES: dict[str, np.dtype] = {
 _RAW: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
@@ -126,12 +127,12 @@ class SafetensorsReader(PlainReader):
         return other
 
     def raw_dtype(self, name: str) -> np.dtype | None:
-        """The dtype of `read_raw`: int8, `ml_dtypes.float8_e4m3fn`, int32 or int64; None if it cannot read the
+        """The dtype of `read_raw`: int8, uint8, `ml_dtypes.float8_e4m3fn`, int32 or int64; None if it cannot read the
         tensor."""
         return _RAW.get(self._tensor(name).dtype)
 
     def read_raw(self, name: str, index: Index | None = None) -> Array:
-        """Reads a tensor of dtype F8_E4M3, I8, I32 or I64. Raises `CheckpointError` for another dtype."""
+        """Reads a tensor of dtype F8_E4M3, I8, U8, I32 or I64. Raises `CheckpointError` for another dtype."""
         return self._read(name, _RAW, index)
 
     def _read(self, name: str, dtypes: Mapping[str, np.dtype], index: Index | None) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sglang_jax.checkpoint.encoding import AnyValues, Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import BLOCK, WITH_EXACT_ACTIVATIONS, BlockType, Unpacked
-from sglang_jax.checkpoint.group_blocks import GroupType
+from sglang_jax.checkpoint.group_blocks import GroupType, Scales
 from sglang_jax.checkpoint.reader import Array, Role
 from sglang_jax.errors import CheckpointError
 
@@ -73,6 +73,8 @@ def random_blocks(encoding: Encoding, outputs: int, inputs: int) -> Stored:
     if isinstance(kind, GroupType):
         return Stored(encoding, {Role.VALUES: _random_groups(kind, shape, random)})
     values = random.integers(0, 256, (*shape, kind.nbytes), dtype=np.uint8)
+    if kind is BlockType.MXFP4:
+        values[..., 0] = random.integers(122, 127, shape)  # exponents, of which 127 is 0
     for first in kind.halves:
         halves = (random.standard_normal(shape) / _SPREAD[kind]).astype(np.float16)
         values[..., first : first + 2] = halves[..., None].view(np.uint8)
@@ -83,7 +85,10 @@ def _random_groups(kind: GroupType, shape: tuple[int, int], random: np.random.Ge
     low, high = (0, 16) if kind.levels.bits == 4 else (-127, 128)
     levels = random.integers(low, high, (shape[0], shape[1] * kind.weights)).astype(kind.levels.dtype)
     zeros = random.integers(low, high, shape).astype(kind.levels.dtype) if kind.zeros else None
-    return kind.join(levels, random.standard_normal(shape) / (high - low), zeros)
+    scales = random.standard_normal(shape) / (high - low)
+    if kind.scales is Scales.POWER_OF_TWO:
+        scales = np.exp2(np.rint(np.log2(np.abs(scales))))
+    return kind.join(levels, scales, zeros)
 
 
 _SPREAD = {

@@ -51,6 +51,10 @@ class ByteUnit(Protocol):
         """float16 to float32."""
         ...
 
+    def look_up(self, builder, table, words):
+        """The numbers of a table of 16 bytes in place of each of the four bytes of each lane, which are below 16."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DotProducts:
@@ -80,6 +84,9 @@ class DotProducts:
 
     def widen_halves(self, builder, halves):
         return builder.fpext(halves, ir.VectorType(F32, halves.type.count))
+
+    def look_up(self, builder, table, words):
+        return _shuffled(builder, table, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,9 @@ class PairsOfBytes:
 
     def widen_halves(self, builder, halves):
         return builder.fpext(halves, ir.VectorType(F32, halves.type.count))
+
+    def look_up(self, builder, table, words):
+        return _shuffled(builder, table, words)
 
     def _signed(self, builder, products, weights, activations):
         # The sign moves to the activations, of which none is -128.
@@ -185,9 +195,28 @@ class AnyProcessor:
         found = builder.select(special, largest, builder.bitcast(finite, _EIGHT))
         return builder.bitcast(builder.or_(found, sign), _EIGHT_FLOATS)
 
+    def look_up(self, builder, table, words):
+        """Compares bytes with each index: a processor may have no instruction for it."""
+        indices = builder.bitcast(words, _BYTES)
+        found = ir.Constant(_BYTES, [table[0]] * 32)
+        for index, number in enumerate(table[1:], 1):
+            own = builder.icmp_unsigned("==", indices, ir.Constant(_BYTES, [index] * 32))
+            found = builder.select(own, ir.Constant(_BYTES, [number] * 32), found)
+        return builder.bitcast(found, _EIGHT)
+
 
 _BYTES, _PAIRS, _EIGHT = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 _EIGHT_FLOATS = ir.VectorType(F32, 8)
+
+
+def _shuffled(builder, table, words):
+    """`vpshufb`: each byte of a vector's 16 selects one of the table's."""
+    size = 4 * words.type.count
+    name = {32: "llvm.x86.avx2.pshuf.b", 64: "llvm.x86.avx512.pshuf.b.512"}[size]
+    vector = ir.VectorType(I8, size)
+    repeated = ir.Constant(vector, list(table) * (size // len(table)))
+    found = builder.call(llvm_function(builder, name, vector, [vector] * 2), [repeated, builder.bitcast(words, vector)])
+    return builder.bitcast(found, words.type)
 
 
 def _words(form: BlockForm) -> ir.VectorType:

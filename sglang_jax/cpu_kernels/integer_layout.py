@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from sglang_jax.checkpoint.encoding import AnyValues, Encoding, Stored, ValueType
-from sglang_jax.checkpoint.ggml_blocks import BLOCK, BlockType, Unpacked
+from sglang_jax.checkpoint.ggml_blocks import BLOCK, FLOAT4, FLOAT4_ZERO, BlockType, Unpacked
 from sglang_jax.checkpoint.group_blocks import SIZES, GroupType, Levels
 from sglang_jax.checkpoint.reader import Array
 from sglang_jax.cpu_kernels.block_layout import LARGEST, BlockForm, PackedBlocks, PackedShapes, blocks_of
@@ -46,6 +46,7 @@ class LevelKind:
     - `offsets`: whether groups have offsets.
     - `factors`: whether scales and offsets are int8, multiplied by float16 factors of 256 inputs.
     - `wide`: whether scales and offsets are float32; they are float16 without this and `factors`.
+    - `table`: what levels of 4 bits stand for, if not for themselves.
     """
 
     bits: int
@@ -54,6 +55,12 @@ class LevelKind:
     offsets: bool = False
     factors: bool = False
     wide: bool = False
+    table: tuple[int, ...] = ()
+
+    @property
+    def bits_multiplied(self) -> int:
+        """Bits of the largest number that a level stands for."""
+        return max(self.table).bit_length() if self.table else self.bits
 
     @property
     def numbers(self) -> int:
@@ -93,10 +100,13 @@ KINDS: dict[AnyValues, LevelKind] = {
     BlockType.Q4_K: LevelKind(4, offsets=True, factors=True),
     BlockType.Q5_K: LevelKind(5, offsets=True, factors=True),
     BlockType.Q6_K: LevelKind(6, zero=32, group=16, factors=True),
+    BlockType.MXFP4: LevelKind(4, zero=FLOAT4_ZERO, wide=True, table=FLOAT4),
 }
 
 
 def _of_groups(levels: Levels, group: int, zeros: bool) -> LevelKind:
+    if levels is Levels.FLOAT4_E2M1:
+        return LevelKind(4, FLOAT4_ZERO, group, wide=True, table=FLOAT4)
     return LevelKind(levels.bits, 0 if zeros else levels.zero, group, offsets=zeros, wide=True)
 
 
@@ -105,13 +115,14 @@ _INTEGERS = (Levels.INT4, Levels.INT8)
 ALL_KINDS = (
     *KINDS.values(),
     *(_of_groups(levels, group, zeros) for levels in _INTEGERS for group in SIZES for zeros in (False, True)),
+    *(_of_groups(Levels.FLOAT4_E2M1, group, False) for group in SIZES if group != BLOCK),
 )
 """By the numbers that kernels have as constants."""
 
 
 def has_kind(values: AnyValues) -> bool:
     """Whether integer products read matrices of a type."""
-    return values.levels in _INTEGERS if isinstance(values, GroupType) else values in KINDS
+    return values.levels is not Levels.FLOAT8_E4M3 if isinstance(values, GroupType) else values in KINDS
 
 
 def kind_of(values: AnyValues) -> LevelKind:

@@ -138,7 +138,7 @@ def multiply_integers(typing, unit, number, rows, integers, scales_of_rows, leve
                 )
                 for row in range(count)
             ]
-            all_levels = _levels(builder, outputs, kind, levels, loop.index)
+            all_levels = _levels(builder, chosen, kind, levels, loop.index)
             for part, (scale, least) in enumerate(numbers):
                 corrections = [None] * count
                 if _zero(chosen, kind):
@@ -150,7 +150,7 @@ def multiply_integers(typing, unit, number, rows, integers, scales_of_rows, leve
                     for row in range(count):
                         word = load_vector(builder, I32, builder.add(own[row], I64(4 * four_inputs)))
                         four = in_all_lanes(builder, word, outputs)
-                        found[row] = chosen.add(builder, kind.bits, found[row], weights, four)
+                        found[row] = chosen.add(builder, kind.bits_multiplied, found[row], weights, four)
                 for row in range(count):
                     factor, both = (
                         in_all_lanes(builder, load_vector(builder, F32, builder.add(places[row], I64(offset))), outputs)
@@ -174,8 +174,9 @@ def multiply_integers(typing, unit, number, rows, integers, scales_of_rows, leve
     return types.void(unit, number, rows, address, address, address, address, address, address), generate
 
 
-def _levels(builder, outputs, kind, levels, block):
+def _levels(builder, unit, kind, levels, block):
     """Four bytes of each output, for each four inputs of a block."""
+    outputs = unit.form.outputs
     size = kind.level_bytes(outputs)
     at = builder.add(levels, builder.mul(block, I64(size)))
     words = ir.VectorType(I32, outputs)
@@ -202,7 +203,7 @@ def _levels(builder, outputs, kind, levels, block):
             own = _moved(builder, upper[group // in_byte], 4 - group % in_byte * upper_bits)
             mask = all_lanes(((1 << upper_bits) - 1) * 0x10101010)
             found = builder.or_(found, builder.and_(own, mask))
-        yield found
+        yield unit.look_up(builder, kind.table, found) if kind.table else found
 
 
 def _moved(builder, vector, left):

@@ -115,7 +115,7 @@ def _register(encoding: Encoding, cache_folder: Path | None, unit: int | None, w
             kernel = build_block_product(compiler, kind.bits, gated=False, width=4)
         else:
             kernel = build_integer_product(compiler, unit, kind, gated=False, width=width, output_width=4)
-        return build_product_call(compiler, name, kernel, kind.bits, form)
+        return build_product_call(compiler, name, kernel, kind, form)
 
     register(name, build)
     return name, form

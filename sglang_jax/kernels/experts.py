@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,15 @@ Select = Callable[[jax.Array], jax.Array]
 """Gathers the entries of an array `[experts, ...]` that some rows need."""
 
 
+@dataclass(frozen=True)
+class ExpertBlocks:
+    """The matrices of `count` experts in blocks, on a CPU. `multiply`: rows `[T, inputs]` times the matrix of one
+    expert, int32 `[]`, float32 `[T, outputs]`."""
+
+    count: int
+    multiply: Callable[[jax.Array, jax.Array], jax.Array]
+
+
 class ExpertProducts(StrEnum):
     """How a step computes its experts."""
 
@@ -66,15 +76,15 @@ class ExpertProducts(StrEnum):
 class ExpertWeights:
     """All experts, or one device's shard of their columns: matrices `[experts, columns, hidden]`, biases `[experts,
     columns]` (the caller adds that of `down`, once for all devices). 8-bit matrices have float32 scales: `[experts,
-    columns]`, and `[experts, hidden]` for `down`.
+    columns]`, and `[experts, hidden]` for `down`. Matrices in blocks are for `ExpertProducts.TILES`, on one device.
 
     With hidden as the last axis libtpu reads all three in place. It copied `[experts, hidden, columns]` with 720
     columns, a shard of gpt-oss's 2,880, at every step: on v6e, products then took twice as long.
     """
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    gate: jax.Array | ExpertBlocks
+    up: jax.Array | ExpertBlocks
+    down: jax.Array | ExpertBlocks
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     gate_scales: jax.Array | None = None
@@ -82,9 +92,21 @@ class ExpertWeights:
     down_scales: jax.Array | None = None
 
     @property
+    def count(self) -> int:
+        """The number of experts."""
+        return self.gate.count if isinstance(self.gate, ExpertBlocks) else len(self.gate)
+
+    @property
+    def plain(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Matrices of gate, up and down that are not in blocks."""
+        found = self.gate, self.up, self.down
+        assert not any(isinstance(each, ExpertBlocks) for each in found)
+        return cast("tuple[jax.Array, jax.Array, jax.Array]", found)
+
+    @property
     def widened(self) -> bool:
         """Whether this chip's grouped products would widen some of the matrices in memory first."""
-        return not all(map(_reads, (self.gate, self.up, self.down)))
+        return not all(map(_reads, self.plain))
 
     def scaled(self, gates: jax.Array, ups: jax.Array, of_rows: Select) -> tuple[jax.Array, jax.Array]:
         """Products of gate and up, with scales and biases applied. `of_rows` gathers these for the products' rows."""
@@ -128,7 +150,7 @@ def multiply_experts(
     has the type of the products. `tile`: rows of `TILES`; None for a number that suits the step."""
     if products is ExpertProducts.ALL:
         return _by_all_in_parts(x, weights, choice, gate)
-    experts, chosen = len(weights.gate), choice.experts.shape[1]
+    experts, chosen = weights.count, choice.experts.shape[1]
     flat = choice.experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = _sizes(flat, experts)
@@ -159,7 +181,7 @@ def _reads(kernel: jax.Array) -> bool:
 def _by_all_in_parts(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate) -> jax.Array:
     if len(x) <= _ROWS_AT_ONCE:
         return _by_all(x, weights, choice, gate)
-    further, experts = -len(x) % _ROWS_AT_ONCE, len(weights.gate)
+    further, experts = -len(x) % _ROWS_AT_ONCE, weights.count
 
     def parts(array: jax.Array, padding: int) -> jax.Array:
         padded = jnp.pad(array, ((0, further), (0, 0)), constant_values=padding)
@@ -171,12 +193,12 @@ def _by_all_in_parts(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice,
 
 
 def _by_all(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate) -> jax.Array:
-    gates, ups = (_dot(x, kernel, "th,eih->tei") for kernel in (weights.gate, weights.up))
+    gate_kernel, up_kernel, down = weights.plain
+    gates, ups = (_dot(x, kernel, "th,eih->tei") for kernel in (gate_kernel, up_kernel))
     gates, ups = weights.scaled(gates, ups, lambda array: array)
-    scores = choice.by_expert(len(weights.gate))[..., None]
+    scores = choice.by_expert(weights.count)[..., None]
     # An expert's output for tokens that did not choose it may be infinite.
     inner = jnp.where(scores != 0, gate(gates, ups) * scores, 0.0)
-    down = weights.down
     if weights.down_scales is not None:
         # One sum over columns and experts, whose scales differ: the scales go onto the weights.
         down = (down.astype(jnp.float32) * weights.down_scales[:, None]).astype(x.dtype)
@@ -200,8 +222,9 @@ def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax
             preferred_element_type=jnp.float32,
         )
 
-    gates, ups = weights.scaled(dot(x, weights.gate, 2), dot(x, weights.up, 2), lambda array: array[experts])
-    found = dot(gate(gates, ups).astype(x.dtype), weights.down, 1)
+    gate_kernel, up_kernel, down = weights.plain
+    gates, ups = weights.scaled(dot(x, gate_kernel, 2), dot(x, up_kernel, 2), lambda array: array[experts])
+    found = dot(gate(gates, ups).astype(x.dtype), down, 1)
     return found if weights.down_scales is None else found * weights.down_scales[experts]
 
 
@@ -223,14 +246,19 @@ def _in_tiles(
         def of_expert(array: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
 
+        def product(rows: jax.Array, matrices: jax.Array | ExpertBlocks, spec: str) -> jax.Array:
+            if isinstance(matrices, ExpertBlocks):
+                return matrices.multiply(rows, expert)
+            return _dot(rows, of_expert(matrices), spec)
+
         own = jax.lax.dynamic_slice(rows, (first, 0), (tile, rows.shape[1]))
-        gates, ups = (_dot(own, of_expert(kernel), "th,ih->ti") for kernel in (weights.gate, weights.up))
+        gates, ups = (product(own, matrices, "th,ih->ti") for matrices in (weights.gate, weights.up))
         gates, ups = weights.scaled(gates, ups, of_expert)
-        found = _dot(gate(gates, ups).astype(own.dtype), of_expert(weights.down), "ti,ih->th")
+        found = product(gate(gates, ups).astype(own.dtype), weights.down, "ti,ih->th")
         if weights.down_scales is not None:
             found = found * of_expert(weights.down_scales)
         return number + 1, jax.lax.dynamic_update_slice(outputs, found, (first, 0))
 
-    outputs = jnp.zeros((num_rows + tile, weights.down.shape[-1]), jnp.float32)
+    outputs = jnp.zeros((num_rows + tile, x.shape[1]), jnp.float32)
     first = (jnp.zeros((), ends.dtype), outputs)
     return jax.lax.while_loop(lambda carry: carry[0] < ends[-1], compute, first)[1][:num_rows]

@@ -47,11 +47,23 @@ class BlockProduct:
     def multiply(self, x: jax.Array, levels: jax.Array, scales: jax.Array) -> jax.Array:
         """`x [T, inputs]` times a matrix in the layout of `cpu_kernels.block_layout` → float32 `[T,
         outputs]`."""
+        return self.multiply_one(x, levels, scales, jnp.int32(0), len(levels) * self.form.outputs)
+
+    def multiply_one(
+        self, x: jax.Array, levels: jax.Array, scales: jax.Array, number: jax.Array, outputs: int
+    ) -> jax.Array:
+        """The same for the matrix with a number, int32 `[]`, of several that follow each other, each with this many
+        outputs, which must be whole tiles."""
         rows, inputs = x.shape
-        found = jax.ShapeDtypeStruct((rows, len(levels) * self.form.outputs), jnp.float32)
+        found = jax.ShapeDtypeStruct((rows, outputs), jnp.float32)
         scratch = jax.ShapeDtypeStruct((self.threads, self.form.scratch_floats(inputs)), jnp.float32)
-        product, _ = jax.ffi.ffi_call(self.target, (found, scratch))(x, levels, scales)
+        product, _ = jax.ffi.ffi_call(self.target, (found, scratch))(x, levels, scales, number)
         return product
+
+    def serves_stacks(self, outputs: int, inputs: int) -> bool:
+        """Whether the kernel multiplies one of several matrices of this size in all steps."""
+        whole = not (outputs % self.form.outputs or inputs % max(self.encoding.block or 0, BLOCK))
+        return self.serves_all_rows and whole
 
 
 BlockProducts = Callable[[Encoding], BlockProduct | GroupProduct | None]
@@ -112,6 +124,11 @@ class BlockMatrix(nnx.Module):
         found = self.product.multiply(x.reshape(len(x), -1).astype(self.dtype), levels, scales)
         return found[:, : math.prod(self.output_sizes)]
 
+    def multiply_one(self, x: jax.Array, number: jax.Array) -> jax.Array:
+        """`x [T, inputs]` times one of several matrices `[count, out, inputs]` → float32 `[T, out]`."""
+        levels, scales = (self.arrays[name][...] for name in ("levels", "scales"))
+        return self.product.multiply_one(x.astype(self.dtype), levels, scales, number, self.output_sizes[-1])
+
     def rows(self, numbers: jax.Array) -> jax.Array:
         """Dequantised rows `[T]` of a matrix in a layout of integers, `[T, inputs]` in the dtype of products."""
         form, kind = self.product.form, kind_of(self.product.encoding.values)
@@ -135,6 +152,8 @@ class BlockMatrix(nnx.Module):
             shifts = np.arange(0, 8, kind.bits - 4, dtype=np.uint8)[:, None]
             bits = upper[:, :, :, None] >> shifts & (1 << (kind.bits - 4)) - 1
             values = values | bits.reshape(values.shape) << 4
+        if kind.table:
+            values = jnp.array(kind.table, jnp.uint8)[values]
         return values.astype(jnp.float32) - kind.zero
 
     def _numbers(self, tile: jax.Array, lane: jax.Array, kind: LevelKind) -> jax.Array:

@@ -14,8 +14,9 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
+from sglang_jax.kernels.experts import ExpertBlocks, ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
 from sglang_jax.kernels.row_tiles import in_tiles
+from sglang_jax.layers.block_matrix import BlockMatrix, BlockProduct
 from sglang_jax.layers.feed_forward import ACTIVATIONS
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.parameter import Parameter, matmul, parameter
@@ -43,19 +44,24 @@ class Experts(nnx.Module):
         self.router_bias = bias(Part.ROUTER, experts, wanted=config.router_bias)
         self.correction = bias(Part.ROUTER_CORRECTION, experts, wanted=config.correction)
 
-        def matrices(part: Part, row: tuple[Axis, int]) -> tuple[Parameter, Parameter | None]:
+        def matrices(
+            part: Part, row: tuple[Axis, int], column: tuple[Axis, int]
+        ) -> tuple[Parameter | BlockMatrix, Parameter | None]:
             """The matrices of all experts, and a scale per row if they have 8 bits."""
             encoding, sizes = options.encoding_of(part), [experts, inner, hidden]
+            product = None if encoding is None else options.block_products(encoding)
+            if isinstance(product, BlockProduct) and product.serves_stacks(row[1], column[1]):
+                return BlockMatrix(product, [column], [experts, row], (part,), options.dtype), None
             if encoding is None or encoding.block is not None:
                 return parameter(sizes, options.dtype, part), None
             values = parameter(sizes, jnp.dtype(encoding.values.value), part, role=Role.VALUES)
             return values, parameter([experts, row], _FLOAT32, part, role=Role.SCALES)
 
-        self.gate, self.gate_scales = matrices(Part.EXPERT_GATE, inner)
+        self.gate, self.gate_scales = matrices(Part.EXPERT_GATE, inner, hidden)
         self.gate_bias = bias(Part.EXPERT_GATE, experts, inner)
-        self.up, self.up_scales = matrices(Part.EXPERT_UP, inner)
+        self.up, self.up_scales = matrices(Part.EXPERT_UP, inner, hidden)
         self.up_bias = bias(Part.EXPERT_UP, experts, inner)
-        self.down, self.down_scales = matrices(Part.EXPERT_DOWN, hidden)
+        self.down, self.down_scales = matrices(Part.EXPERT_DOWN, hidden, inner)
         self.down_bias = bias(Part.EXPERT_DOWN, experts, hidden)
         self.shared = SharedExpert(config, options) if config.shared_size else None
 
@@ -93,9 +99,13 @@ class Experts(nnx.Module):
 
     def _weights(self) -> ExpertWeights:
         further = (self.gate_bias, self.up_bias, self.gate_scales, self.up_scales, self.down_scales)
-        return ExpertWeights(
-            self.gate[...], self.up[...], self.down[...], *(None if array is None else array[...] for array in further)
-        )
+        gate, up, down = map(self._matrices, (self.gate, self.up, self.down))
+        return ExpertWeights(gate, up, down, *(None if array is None else array[...] for array in further))
+
+    def _matrices(self, stack: Parameter | BlockMatrix) -> jax.Array | ExpertBlocks:
+        if isinstance(stack, BlockMatrix):
+            return ExpertBlocks(self.config.num_experts, stack.multiply_one)
+        return stack[...]
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         clamped = self.config.clamped

@@ -241,7 +241,7 @@ def test_impossible_numbers_of_experts_are_refused(
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; only 0 is supported"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8; only null is supported"),
         ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit is 0, it must be greater than 0"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4' are not supported"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "quark"}}, "quantised by 'quark' are not supported"),
         ("granitemoe", {"intermediate_size": None}, "intermediate_size is missing"),
         ("granitemoe", {"logits_scaling": 0}, "logits_scaling is 0, it must be greater than 0"),
         ("granitemoe", {"residual_multiplier": -1.0}, "residual_multiplier is -1, it must be greater than 0"),

@@ -118,6 +118,11 @@ def q6_k(block: bytes) -> list[float]:
     return values
 
 
+def mxfp4(block: bytes) -> list[float]:
+    numbers = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    return [2.0 ** (block[0] - 127) * (-1) ** (level >> 3) * numbers[level & 7] for level in nibbles(block[1:])]
+
+
 ORACLES: dict[GGMLQuantizationType, Callable[[bytes], list[float]]] = {
     GGMLQuantizationType.Q8_0: q8_0,
     GGMLQuantizationType.Q4_0: q4_0,
@@ -127,8 +132,9 @@ ORACLES: dict[GGMLQuantizationType, Callable[[bytes], list[float]]] = {
     GGMLQuantizationType.Q4_K: q4_k,
     GGMLQuantizationType.Q5_K: q5_k,
     GGMLQuantizationType.Q6_K: q6_k,
+    GGMLQuantizationType.MXFP4: mxfp4,
 }
-HALVES_AT = {GGMLQuantizationType.Q6_K: (208,), GGMLQuantizationType.Q8_0: (0,)}
+HALVES_AT = {GGMLQuantizationType.MXFP4: (), GGMLQuantizationType.Q6_K: (208,), GGMLQuantizationType.Q8_0: (0,)}
 
 
 def random_blocks(kind: GGMLQuantizationType, rows: int = ROWS, columns: int = COLUMNS) -> np.ndarray:
@@ -136,6 +142,8 @@ def random_blocks(kind: GGMLQuantizationType, rows: int = ROWS, columns: int = C
     generator = np.random.default_rng(int(kind))
     block, block_bytes = GGML_QUANT_SIZES[kind]
     data = generator.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)
+    if kind is GGMLQuantizationType.MXFP4:
+        data[..., 0] = generator.integers(118, 132, data.shape[:2])
     for at in HALVES_AT.get(kind, (0, 2)):
         scales = generator.normal(0, 0.1, data.shape[:2]).astype(np.float16)
         data[..., at : at + 2] = scales[..., None].view(np.uint8)

@@ -19,6 +19,7 @@ from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from sglang_jax.checkpoint.reader import Index
 from sglang_jax.errors import CheckpointError
 
+DOWN = "model.layers.1.mlp.experts.down_proj"
 LAYER = "model.layers.1.mlp.up_proj"
 HEADS = {Part.QUERY, Part.KEY, Part.VALUE}
 
@@ -40,14 +41,19 @@ def some_part(part: Part, shape: tuple[int, ...], random: np.random.Generator) -
 def expected_kind(kind: Grouped) -> GroupType | None:
     if kind in (Grouped.INT4_ORDER, Grouped.GPTQ_ORDER):
         return None
+    if kind is Grouped.MXFP4:
+        return GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
     levels = Levels.FLOAT8_E4M3 if "FP8" in kind.name else {4: Levels.INT4, 8: Levels.INT8}[kind.bits]
     half = kind.name.startswith(("GPTQ", "AWQ"))
     size = 128 if kind is Grouped.INT4_ROWS else SIZE
     return GroupType(levels, size, Scales.FLOAT16 if half else Scales.FLOAT32, kind.zeros)
 
 
-@pytest.mark.parametrize("kind", Grouped)
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [(each, kind) for each in ("qwen3", "qwen3_moe") for kind in Grouped if kind is not Grouped.MXFP4]
+    + [("gpt_oss", Grouped.MXFP4)],
+)
 def test_every_layout_is_read(architecture: str, kind: Grouped, tmp_path: Path) -> None:
     """All parameters equal those of the unquantised twin: whole, as shards at any rows and groups, and as blocks."""
     widths = {"intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
@@ -139,12 +145,25 @@ def _order(tensors: Tensors) -> None:
             lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].float()}),
             "mistyped: .*up_proj.weight",
         ),
+        (Grouped.MXFP4, lambda t: t.pop(f"{DOWN}_scales"), f"missing: {DOWN}_scales"),
+        (Grouped.MXFP4, lambda t: t[f"{DOWN}_scales"].fill_(255), f"{DOWN}_scales has a scale that is not a number"),
+        (
+            Grouped.MXFP4,
+            lambda t: t.update({f"{DOWN}_blocks": t[f"{DOWN}_blocks"].flatten(2)}),
+            rf"{DOWN}_blocks is \(.*\), it must have four axes, the last of 16",
+        ),
+        (
+            Grouped.MXFP4,
+            lambda t: t.update({f"{DOWN}_blocks": t[f"{DOWN}_blocks"].char()}),
+            f"mistyped: {DOWN}_blocks is stored as int8, it must be uint8",
+        ),
+        (Grouped.MXFP4, lambda t: t.update({DOWN: torch.ones(4, 96, 64)}), f"extra: {DOWN}_blocks"),
     ],
 )
 def test_tensors_that_are_not_as_the_config_says_are_named(
     kind: Grouped, change: Change, message: str, tmp_path: Path
 ) -> None:
-    make_grouped_checkpoint(tmp_path, "qwen3", kind, intermediate_size=96)
+    make_grouped_checkpoint(tmp_path, "gpt_oss" if kind is Grouped.MXFP4 else "qwen3", kind, intermediate_size=96)
     tensors = tensors_of(tmp_path)
     change(tensors)
     write_tensors(tmp_path, tensors)

@@ -466,7 +466,7 @@ def config_of(of_all: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         ({"ignore": [f"re:{number}" for number in range(65)]}, {}, "ignore has 65 patterns, it may have 64"),
         *[
             ({"quant_method": method}, {}, f"weights quantised by {method!r} are not supported; give a checkpoint")
-            for method in ("fbgemm_fp8", "bitsandbytes", "mxfp4", None)
+            for method in ("fbgemm_fp8", "bitsandbytes", "quark", None)
         ],
         (
             {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*x"] * 1025},

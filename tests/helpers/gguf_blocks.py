@@ -31,6 +31,8 @@ def stored(kind: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -
     random = np.random.default_rng(seed)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     data = random.integers(0, 256, (rows, -(-columns // block), block_bytes), dtype=np.uint8)
+    if kind is GGMLQuantizationType.MXFP4:
+        data[..., 0] = random.integers(122, 127, data.shape[:2])
     for at in BlockType[kind.name].halves:
         scales = (random.standard_normal(data.shape[:2]) / (8 if block == 32 else 256)).astype(np.float16)
         data[..., at : at + 2] = scales[..., None].view(np.uint8)

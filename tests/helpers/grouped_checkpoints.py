@@ -1,5 +1,5 @@
-"""Tiny checkpoints whose weights are quantised in groups: by compressed-tensors itself, or in the layouts of GPTQ, AWQ
-and FP8 in blocks, written number by number."""
+"""Tiny checkpoints whose weights are quantised in groups: by compressed-tensors itself, or in the layouts of GPTQ, AWQ,
+FP8 in blocks and MXFP4, written number by number."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from helpers.quantized_checkpoints import (
 )
 from helpers.tiny_models import make_tiny_checkpoint
 from numpy.typing import NDArray
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 SIZE = 32
 
@@ -42,6 +43,8 @@ class Grouped(Enum):
     GPTQ_V2 = "gptq of the second version, 4 bits, zeros"
     AWQ = "awq"
     FP8 = "fp8 in squares"
+    MXFP4 = "mxfp4"
+    """Of the experts of gpt-oss."""
 
     @property
     def bits(self) -> int:
@@ -54,14 +57,19 @@ class Grouped(Enum):
 
 def make_grouped_checkpoint(folder: Path, architecture: str, kind: Grouped, **changes: Any) -> Weights:
     """A tiny checkpoint (see `make_tiny_checkpoint`) with all linear layers quantised in groups of 32 (squares of 32 by
-    32), except head and routers. Returns every tensor as its tool dequantises it."""
+    32), except head and routers; with MXFP4, only the experts of gpt-oss. Returns every tensor as its tool dequantises
+    it."""
     make_tiny_checkpoint(folder, architecture, **changes)
     random = np.random.default_rng(0)
     written: Tensors = {}
     plain: Weights = {}
     for name, tensor in tensors_of(folder).items():
         layer = name.removesuffix(".weight")
-        linear = tensor.ndim == 2 and layer.endswith("proj")
+        if kind is Grouped.MXFP4 and name.endswith(("gate_up_proj", "down_proj")):
+            stored, plain[name] = _mxfp4(tensor)
+            written |= {f"{name}_{ending}": value for ending, value in stored.items()}
+            continue
+        linear = tensor.ndim == 2 and layer.endswith("proj") and kind is not Grouped.MXFP4
         if not linear:
             written[name], plain[name] = tensor, tensor.float().numpy()
             continue
@@ -83,6 +91,8 @@ def config_of(kind: Grouped) -> dict[str, Any]:
     if kind is Grouped.FP8:
         block = {"weight_block_size": [SIZE, SIZE], "activation_scheme": "dynamic"}
         return {"quant_method": "fp8", "fmt": "e4m3", **block}
+    if kind is Grouped.MXFP4:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     scheme = _scheme(kind)
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
@@ -207,6 +217,17 @@ def _float8(weight: torch.Tensor, kind: Grouped, random: np.random.Generator) ->
     own = np.ascontiguousarray(values.reshape(padded.shape)[:rows, :columns])
     stored = torch.from_numpy(own.view(np.uint8)).view(torch.float8_e4m3fn)
     return {"weight": stored, "weight_scale_inv": torch.from_numpy(scales)}, plain
+
+
+def _mxfp4(weight: torch.Tensor) -> tuple[Tensors, NDArray[np.float32]]:
+    """Of matrices `[experts, in, out]`. They are dequantised by transformers."""
+    groups = np.ascontiguousarray(weight.float().numpy().swapaxes(1, 2)).reshape(len(weight), weight.shape[2], -1, SIZE)
+    exponents = np.floor(np.log2(np.abs(groups).max(-1))) - 2
+    codes = (groups / np.exp2(exponents)[..., None]).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    blocks = torch.from_numpy(codes[..., ::2] | codes[..., 1::2] << 4)
+    scales = torch.from_numpy((exponents + 127).astype(np.uint8))
+    plain: NDArray[np.float32] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).numpy()
+    return {"blocks": blocks, "scales": scales}, plain
 
 
 _WRITERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "fp8": _float8}

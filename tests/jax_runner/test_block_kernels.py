@@ -24,6 +24,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.cpu_kernels import compiling, vectors, xla_call
 from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, pack, random_blocks
 from sglang_jax.cpu_kernels.byte_units import UNITS
+from sglang_jax.cpu_kernels.integer_layout import LevelKind
 from sglang_jax.cpu_kernels.language import add, floats, store, take
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 from sglang_jax.cpu_kernels.xla_product import build_product_call
@@ -152,7 +153,7 @@ def test_xla_s_threads_share_the_work_and_all_finish() -> None:
                 store(output, at, np.float32(slot + 1))
 
     compiler, target = compiling.KernelCompiler(None), "write_slots"
-    function = build_product_call(compiler, target, compiler(write_slots), 8)
+    function = build_product_call(compiler, target, compiler(write_slots), LevelKind(8))
     register(target, lambda: function)
     kernel = BlockProduct(Q8, target, threads=2, max_rows=1)
     packed = pack(random_blocks(Q8, 1024, 64))

@@ -209,6 +209,9 @@ def jax_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monk
     return call
 
 
+_ENDINGS = ("_values", "_scales", "_bias")
+
+
 def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Layer:
     shard = ModelShard(rank=0, size=1, vocabulary=range(1), vocabulary_rows=1)
     kept = getattr(torch, dtype)
@@ -227,17 +230,19 @@ def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, mo
         assert own.shape == array.shape
         setattr(module, name, torch.nn.Parameter(torch.from_numpy(array.copy()).to(own.dtype), requires_grad=False))
 
-    for name in ("router", "router_bias", "correction", "down", "down_bias", "down_scales"):
+    for name in ("router", "router_bias", "correction"):
         if name in arrays:
-            give(layer, name, arrays.get(f"{name}_values", arrays[name]))
-    for end in ("_values", "_scales"):
-        if f"gate{end}" in arrays:
-            name = "gate_up" + end.removeprefix("_values")
-            give(layer, name, np.concatenate([arrays[f"gate{end}"], arrays[f"up{end}"]], axis=1))
-    if "gate_values" not in arrays:
-        give(layer, "gate_up", np.concatenate([arrays["gate"], arrays["up"]], axis=1))
-    if config.bias:
-        give(layer, "gate_up_bias", np.concatenate([arrays["gate_bias"], arrays["up_bias"]], axis=1))
+            give(layer, name, arrays[name])
+    joined = {name: [arrays.get(f"{part}{name}") for part in ("gate", "up")] for name in ("", *_ENDINGS)}
+    for stack, of_stack in (
+        (layer.gate_up, {name: np.concatenate(both, axis=1) for name, both in joined.items() if both[0] is not None}),
+        (layer.down, {name: arrays[f"down{name}"] for name in ("", *_ENDINGS) if f"down{name}" in arrays}),
+    ):
+        if "_values" not in of_stack:
+            give(stack, "weight", of_stack[""])
+        for ending in _ENDINGS:
+            if ending in of_stack:
+                give(stack, ending.removeprefix("_"), of_stack[ending])
     if config.shared_size:
         both = np.concatenate([arrays["shared.gate"], arrays["shared.up"]])
         give(layer.shared.gate_up.matrix, "weight", both)
@@ -248,7 +253,7 @@ def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, mo
         case "all experts":
             monkeypatch.setattr(layer, "_sorted", lambda x, choice, multiply: layer._by_all(x, choice))
         case "grouped":
-            monkeypatch.setattr(layer, "_in_tiles", layer._grouped)
+            monkeypatch.setattr(layer, "_one_by_one", layer._grouped)
 
     def call(x: np.ndarray, padding: int) -> np.ndarray:
         tokens, real = len(x), len(x) - padding

@@ -64,6 +64,7 @@ UNITS_HERE = [
     if unit.found()
 ]
 IN_GROUPS = [
+    Encoding(GroupType(Levels.FLOAT4_E2M1, 64, Scales.POWER_OF_TWO)),
     Encoding(GroupType(Levels.INT4, 64, Scales.FLOAT16, zeros=True)),
     Encoding(GroupType(Levels.INT4, 128, Scales.BFLOAT16)),
     Encoding(GroupType(Levels.INT8, 32, Scales.FLOAT32, zeros=True)),
@@ -412,7 +413,7 @@ def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pyte
         assert kept(False, file, rounding, cpu_activations="auto", **other) is None
     assert kept(False, folder, rounding, cpu_activations="auto") is None
     for options, types in (
-        ({"cpu_activations": "int8"}, "Q4_0, Q4_1, .*Q6_K, int8 or grouped int4"),
+        ({"cpu_activations": "int8"}, "Q4_0, Q4_1, .*MXFP4, int8 or grouped int4"),
         ({"cpu_activations": "auto", "dtype": "float32"}, "Q4_0, Q4_1 or Q8_0"),
     ):
         with pytest.raises(ConfigError, match=f"tensors has no {types} matrices"):

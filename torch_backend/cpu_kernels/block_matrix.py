@@ -218,6 +218,8 @@ class BlockMatrix:
             shifts = torch.arange(0, 8, kind.bits - 4, dtype=torch.uint8)[:, None]
             bits = upper[:, :, :, None] >> shifts & (1 << (kind.bits - 4)) - 1
             values = values | bits.flatten(2, 3) << 4
+        if kind.table:
+            values = torch.tensor(kind.table, dtype=torch.uint8)[values.long()]
         return values.float() - kind.zero
 
     def _numbers(

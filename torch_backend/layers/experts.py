@@ -14,17 +14,15 @@ from torch.nn import functional
 from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
-from sglang_jax.checkpoint.reader import Role
 from torch_backend.elementwise import Apply, directly
 from torch_backend.kv_pages import LayerMemory
-from torch_backend.layers.bfloat16 import Bfloat16Products
+from torch_backend.layers.expert_matrices import expert_matrices
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.layers.row_tiles import RowTiles
-from torch_backend.layers.scaled_products import VALUE_TYPES
 
 _MIN_SUM = 1e-20
 """Minimum of the sum by which scores are divided: sigmoids may all be 0."""
@@ -77,13 +75,10 @@ class Experts(Loadable):
         self.router_bias = self._bias("router_bias", (experts,), Part.ROUTER, wanted=config.router_bias)
         self.correction = self._bias("correction", (experts,), Part.ROUTER_CORRECTION, wanted=config.correction)
         both = (Part.EXPERT_GATE, Part.EXPERT_UP)
-        self.products = self._products_of(options, min(2 * inner, hidden))
-        self.gate_up, self.gate_up_scales = self._stack("gate_up", options, (experts, 2 * inner, hidden), *both)
-        self.gate_up_bias = self._bias("gate_up_bias", (experts, 2 * inner), *both, wanted=config.bias, dtype=dtype)
-        self.down, self.down_scales = self._stack("down", options, (experts, hidden, inner), Part.EXPERT_DOWN)
+        self.gate_up = expert_matrices((experts, 2 * inner, hidden), both, options, bias=config.bias)
         # One rank has the bias: the sum over ranks adds it once.
         once = config.bias and shard.first
-        self.down_bias = self._bias("down_bias", (experts, hidden), Part.EXPERT_DOWN, wanted=once, dtype=dtype)
+        self.down = expert_matrices((experts, hidden, inner), (Part.EXPERT_DOWN,), options, bias=once)
         self.shared = SharedExpert(config, options) if config.shared_size else None
         self._gated = _Gated(config.activation, config.clamped, options)
         self._each = options.each
@@ -101,41 +96,15 @@ class Experts(Loadable):
         inputs = self.router.shape[1]
         route = partial(functional.linear, weight=self.router, bias=self.router_bias)
         self._fixed_route = fixed.in_tiles(route, inputs, torch.float32, (Experts, *self.router.shape))
-        if self.products is not None:
-            return
-        gate_up = fixed.in_tiles(self._of_first, inputs, self.dtype, (Experts, *self.gate_up.shape, self.dtype))
-        down = fixed.in_tiles(self._down_of_first, self.down.shape[2], self.dtype, (Experts, *self.down.shape))
-        if any(isinstance(each, RowTiles) and each.sizes == (1,) for each in (gate_up, down)):
+        stacks = [each for each in (self.gate_up, self.down) if not each.any_rows]
+        tiles = [
+            fixed.in_tiles(each.of(0), each.shape[2], self.dtype, (Experts, *each.shape, self.dtype)) for each in stacks
+        ]
+        if any(isinstance(each, RowTiles) and each.sizes == (1,) for each in tiles):
             self._tile = 1
 
-    def _of_first(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, widen(self.gate_up[0], _of(self.gate_up_scales, 0), x.dtype))
-
-    def _down_of_first(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, widen(self.down[0], _of(self.down_scales, 0), x.dtype))
-
-    def _stack(
-        self, name: str, options: PartOptions, shape: tuple[int, ...], *parts: Part
-    ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Declares the matrices `[experts, rows, columns]` of all experts, and scales of rows if they have 8 bits."""
-        if self.products is not None:
-            return self.declare(name, shape, torch.bfloat16, *parts), None
-        encoding = options.encoding_of(*parts)
-        if encoding is None or encoding.block is not None:
-            return self.declare(name, shape, options.dtype, *parts), None
-        values = self.declare(name, shape, VALUE_TYPES[encoding.value_type], *parts, role=Role.VALUES)
-        return values, self.declare(f"{name}_scales", shape[:2], torch.float32, *parts, role=Role.SCALES)
-
-    def _products_of(self, options: PartOptions, outputs: int) -> Bfloat16Products | None:
-        """The products of all experts, if these stay in bfloat16. `outputs`: the fewest of a matrix."""
-        parts = (Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN)
-        found = options.bfloat16_products(*parts)
-        return None if found is None or outputs < found.least_outputs else found
-
-    def _bias(
-        self, name: str, shape: tuple[int, ...], *parts: Part, wanted: bool, dtype: torch.dtype = torch.float32
-    ) -> nn.Parameter | None:
-        return self.declare(name, shape, dtype, *parts, kind=ParameterKind.BIAS) if wanted else None
+    def _bias(self, name: str, shape: tuple[int, ...], *parts: Part, wanted: bool) -> nn.Parameter | None:
+        return self.declare(name, shape, torch.float32, *parts, kind=ParameterKind.BIAS) if wanted else None
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """See `LayerPart`. Padding chooses no expert."""
@@ -143,10 +112,8 @@ class Experts(Loadable):
         choice = choose_experts(self.config, logits, self.correction, step.padding, self._each)
         if memory.expert_tokens is not None:
             memory.expert_tokens.add_(choice.tokens_of(len(self.router)))
-        if self.products is not None:
-            found = self._sorted(x, choice, partial(self._by_expert, self.products))
-        elif x.device.type == "cpu":
-            found = self._sorted(x, choice, self._in_tiles)
+        if x.device.type == "cpu":
+            found = self._sorted(x, choice, self._one_by_one)
         elif self._groups(x.device):
             found = self._sorted(x, choice, self._grouped)
         else:
@@ -174,63 +141,46 @@ class Experts(Loadable):
         # Outputs of padding are undefined.
         return torch.where(scores != 0, weighted, 0.0).sum(1)
 
-    def _in_tiles(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Computes the rows of one expert after the other in tiles, so that each chosen expert is read once per tile.
-        Tiles have the same number of rows for any choice, so that no row's sum depends on it. The last rows of a tile
-        may belong to the next expert, whose own tile then overwrites them."""
+    def _one_by_one(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Computes the rows of one expert after the other: at once, if no row's product depends on their number.
+        Otherwise in tiles with the same number of rows for any choice, so that each chosen expert is read once per
+        tile. The last rows of a tile may belong to the next expert, whose own tile then overwrites them."""
         rows = len(x)
-        tile = self._tile or _tile_of(rows / len(self.router))
-        x = functional.pad(x, (0, 0, 0, tile))
+        any_rows = self.gate_up.any_rows and self.down.any_rows
+        tile = 0 if any_rows else self._tile or _tile_of(rows / len(self.router))
+        x = functional.pad(x, (0, 0, 0, tile)) if tile else x
         outputs = x.new_empty((rows + tile, self.down.shape[1]))
         first = 0
         for expert, size in enumerate(sizes.tolist()):
             if not size:
                 continue
-            gate_up = widen(self.gate_up[expert], _of(self.gate_up_scales, expert), x.dtype)
-            down = widen(self.down[expert], _of(self.down_scales, expert), x.dtype)
-            gate_up_bias, down_bias = _of(self.gate_up_bias, expert), _of(self.down_bias, expert)
-            for start in range(first, first + size, tile):
-                inner = self._gated(functional.linear(x[start : start + tile], gate_up, gate_up_bias))
-                outputs[start : start + tile] = functional.linear(inner, down, down_bias)
+            gate_up, down = self.gate_up.of(expert), self.down.of(expert)
+            for start in range(first, first + size, tile or size):
+                some = slice(start, start + (tile or size))
+                outputs[some] = down(self._gated(gate_up(x[some])))
             first += size
         return outputs[:rows]
-
-    def _by_expert(
-        self, products: Bfloat16Products, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor
-    ) -> torch.Tensor:
-        """Computes the rows of one expert after the other, with products that do not depend on their number."""
-        outputs = x.new_empty((len(x), self.down.shape[1]))
-        first = 0
-        for expert, size in enumerate(sizes.tolist()):
-            if size:
-                rows = slice(first, first + size)
-                gate_up = products.multiply(x[rows], self.gate_up[expert], _of(self.gate_up_bias, expert))
-                outputs[rows] = products.multiply(self._gated(gate_up), self.down[expert], _of(self.down_bias, expert))
-                first += size
-        return outputs
 
     def _grouped(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Uses torch's grouped product, which does not write the rows of padding at the end."""
         ends = sizes.cumsum(0, dtype=torch.int32)
         own = experts.clamp(max=len(self.router) - 1)
-        weights = widen(self.gate_up, self.gate_up_scales, x.dtype), widen(self.down, self.down_scales, x.dtype)
-        gate_up = functional.grouped_mm(x, weights[0].transpose(1, 2), offs=ends)
-        if self.gate_up_bias is not None:
-            gate_up = gate_up + self.gate_up_bias[own]
-        found = functional.grouped_mm(self._gated(gate_up), weights[1].transpose(1, 2), offs=ends)
-        return found if self.down_bias is None else found + self.down_bias[own]
+        gate_up = functional.grouped_mm(x, self.gate_up.widened().transpose(1, 2), offs=ends)
+        if self.gate_up.bias is not None:
+            gate_up = gate_up + self.gate_up.bias[own]
+        found = functional.grouped_mm(self._gated(gate_up), self.down.widened().transpose(1, 2), offs=ends)
+        return found if self.down.bias is None else found + self.down.bias[own]
 
     def _by_all(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """Computes every token with every expert, and gives those that it did not choose weight 0."""
         experts, tokens = len(self.router), len(x)
-        gate_up = torch.einsum("th,eih->tei", x, widen(self.gate_up, self.gate_up_scales, x.dtype))
-        if self.gate_up_bias is not None:
-            gate_up = gate_up + self.gate_up_bias
+        gate_up = torch.einsum("th,eih->tei", x, self.gate_up.widened())
+        if self.gate_up.bias is not None:
+            gate_up = gate_up + self.gate_up.bias
         inner = self._gated(gate_up.view(tokens * experts, -1)).view(tokens, experts, -1)
-        down = widen(self.down, self.down_scales, x.dtype)
-        outputs = torch.einsum("tei,eoi->teo", inner, down).float()
-        if self.down_bias is not None:
-            outputs = outputs + self.down_bias
+        outputs = torch.einsum("tei,eoi->teo", inner, self.down.widened()).float()
+        if self.down.bias is not None:
+            outputs = outputs + self.down.bias
         scores = x.new_zeros((tokens, experts + 1), dtype=torch.float32)
         scores = scores.scatter(1, choice.experts, choice.scores)[:, :experts, None]
         return torch.where(scores != 0, outputs * scores, 0.0).sum(1)
@@ -285,15 +235,6 @@ class _Gated:
         limit = self._clamped.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return ((up + 1) * gate * self._each(torch.sigmoid, self._clamped.alpha * gate)).to(gate_up.dtype)
-
-
-def _of(array: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if array is None else array[expert]
-
-
-def widen(values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Returns matrices `[..., rows, columns]` in `dtype`; with `scales` of rows, from 8-bit values."""
-    return values if scales is None else (values.float() * scales[..., None]).to(dtype)
 
 
 def _tile_of(rows: float) -> int:

@@ -1,5 +1,5 @@
 """gpt-oss (2025): experts with a clamped gate and biases; attention with sinks, and windows in every second layer.
-Folders in MXFP4 are refused as quantised."""
+Folders have experts in MXFP4, or in plain numbers."""
 
 from __future__ import annotations
 
@@ -62,16 +62,19 @@ def _gate(fields: JsonFields) -> ClampedGate:
     return ClampedGate(alpha=1.702 if alpha is None else alpha, limit=fields.positive("swiglu_limit", 7.0))
 
 
-_GATE_UP = Stacked("mlp.experts.gate_up_proj", transposed=True, alternating=True)
-_DOWN = Stacked("mlp.experts.down_proj", transposed=True)
+_GATE_UP = (
+    Stacked("mlp.experts.gate_up_proj", transposed=True, alternating=True),
+    Stacked("mlp.experts.gate_up_proj_blocks", alternating=True),
+)
+_DOWN = Stacked("mlp.experts.down_proj", transposed=True), Stacked("mlp.experts.down_proj_blocks")
 
 _NAMES: TensorNames = {
     **LLAMA_NAMES,
     Part.FEED_FORWARD_NORM: TensorName("post_attention_layernorm", "post_attention_norm"),
     Part.ROUTER: TensorName("mlp.router", "ffn_gate_inp"),
-    Part.EXPERT_GATE: TensorName("mlp.experts.gate_up_proj", "ffn_gate_exps", stacked=(_GATE_UP,)),
-    Part.EXPERT_UP: TensorName("mlp.experts.gate_up_proj", "ffn_up_exps", stacked=(_GATE_UP,)),
-    Part.EXPERT_DOWN: TensorName("mlp.experts.down_proj", "ffn_down_exps", stacked=(_DOWN,)),
+    Part.EXPERT_GATE: TensorName("mlp.experts.gate_up_proj", "ffn_gate_exps", stacked=_GATE_UP),
+    Part.EXPERT_UP: TensorName("mlp.experts.gate_up_proj", "ffn_up_exps", stacked=_GATE_UP),
+    Part.EXPERT_DOWN: TensorName("mlp.experts.down_proj", "ffn_down_exps", stacked=_DOWN),
 }
 
 _GGUF_FIELDS = {

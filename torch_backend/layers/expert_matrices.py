@@ -1,0 +1,173 @@
+"""The matrices of all experts of a layer, one class per way to store them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
+from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.ggml_blocks import BLOCK
+from sglang_jax.checkpoint.reader import Role
+from torch_backend.layers.bfloat16 import Bfloat16Products
+from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
+from torch_backend.layers.parameter import Loadable, drop_value
+from torch_backend.layers.part import PartOptions
+from torch_backend.layers.scaled_products import VALUE_TYPES
+
+RowProduct = Callable[[torch.Tensor], torch.Tensor]
+"""`x [T, inputs]` → `[T, outputs]`, with the bias added, rounded once."""
+
+
+class ExpertMatrices(Loadable, ABC):
+    """Matrices `[experts, outputs, inputs]`, and biases `[experts, outputs]` of their products, or None."""
+
+    any_rows = False
+    """Whether a row's product does not depend on how many rows are multiplied together."""
+
+    def __init__(self, shape: tuple[int, int, int], parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+        self.bias = self.declare("bias", shape[:2], dtype, *parts, kind=ParameterKind.BIAS) if bias else None
+
+    @abstractmethod
+    def of(self, expert: int) -> RowProduct:
+        """The product with the matrix of one expert, on a CPU."""
+
+    @abstractmethod
+    def widened(self) -> torch.Tensor:
+        """All matrices in the dtype of products."""
+
+    def _bias_of(self, expert: int) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias[expert]
+
+
+class PlainExperts(ExpertMatrices):
+    """Plain numbers."""
+
+    def __init__(self, shape: tuple[int, int, int], parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(shape, parts, bias=bias, dtype=dtype)
+        self.weight = self.declare("weight", shape, dtype, *parts)
+
+    def of(self, expert: int) -> RowProduct:
+        return partial(functional.linear, weight=self.weight[expert], bias=self._bias_of(expert))
+
+    def widened(self) -> torch.Tensor:
+        return self.weight
+
+
+class ScaledExperts(ExpertMatrices):
+    """8-bit values, and a float32 scale per row. They are widened in each product."""
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        shape: tuple[int, int, int],
+        parts: Sequence[Part],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(shape, parts, bias=bias, dtype=dtype)
+        self.values = self.declare("values", shape, VALUE_TYPES[encoding.value_type], *parts, role=Role.VALUES)
+        self.scales = self.declare("scales", shape[:2], torch.float32, *parts, role=Role.SCALES)
+
+    def of(self, expert: int) -> RowProduct:
+        weight = self._widen(self.values[expert], self.scales[expert])
+        return partial(functional.linear, weight=weight, bias=self._bias_of(expert))
+
+    def widened(self) -> torch.Tensor:
+        return self._widen(self.values, self.scales)
+
+    def _widen(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return (values.float() * scales[..., None]).to(self.dtype)
+
+
+class Bfloat16Experts(ExpertMatrices):
+    """bfloat16 in a model of float32, on a CPU."""
+
+    any_rows = True
+
+    def __init__(
+        self, shape: tuple[int, int, int], parts: Sequence[Part], *, bias: bool, products: Bfloat16Products
+    ) -> None:
+        super().__init__(shape, parts, bias=bias, dtype=torch.float32)
+        self.weight = self.declare("weight", shape, torch.bfloat16, *parts)
+        self._products = products
+
+    def of(self, expert: int) -> RowProduct:
+        return partial(self._products.multiply, weight=self.weight[expert], bias=self._bias_of(expert))
+
+    def widened(self) -> torch.Tensor:
+        return self.weight.to(self.dtype)
+
+
+class BlockExperts(ExpertMatrices):
+    """Quantised values in blocks, or int8 with a scale per row, on a CPU: loaded as stored, then packed for kernels
+    that multiply them by rows rounded to int8."""
+
+    any_rows = True
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        shape: tuple[int, int, int],
+        parts: Sequence[Part],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        matrices: BlockMatrices,
+    ) -> None:
+        super().__init__(shape, parts, bias=bias, dtype=dtype)
+        self.encoding, self._matrices = encoding, matrices
+        if encoding.block is None:
+            self.values = self.declare("values", shape, torch.int8, *parts, role=Role.VALUES)
+            self.scales = self.declare("scales", shape[:2], torch.float32, *parts, role=Role.SCALES)
+        else:
+            kind = encoding.block_type
+            blocks = (*shape[:2], shape[2] // kind.weights, kind.nbytes)
+            self.values = self.declare("values", blocks, torch.uint8, *parts, role=Role.VALUES)
+        self._packed: list[BlockedMatrix] = []
+
+    def pack(self) -> None:
+        """Converts the loaded arrays to the form of the kernels, before the first product."""
+        names = {role: role.value for role in (Role.VALUES, Role.SCALES) if role.value in self.sources}
+        arrays = {role: self.get_parameter(name).numpy() for role, name in names.items()}
+        self._packed = [
+            self._matrices.matrix(
+                Stored(self.encoding, {role: each[expert] for role, each in arrays.items()}), self._bias_of(expert)
+            )
+            for expert in range(self.shape[0])
+        ]
+        for name in names.values():
+            self.register_parameter(name, drop_value(self.get_parameter(name)))
+
+    def of(self, expert: int) -> RowProduct:
+        return self._packed[expert].multiply
+
+    def widened(self) -> torch.Tensor:
+        raise NotImplementedError("experts in blocks are multiplied one by one")
+
+
+def expert_matrices(
+    shape: tuple[int, int, int], parts: Sequence[Part], options: PartOptions, *, bias: bool
+) -> ExpertMatrices:
+    """Creates the matrices of all experts without values, of the class for the encoding of their `parts`: in blocks if
+    kernels serve all steps, otherwise widened to the dtype of products when they are loaded. Plain ones stay in
+    bfloat16 if kernels widen them in each product."""
+    encoding, matrices = options.encoding_of(*parts), options.block_matrices
+    if encoding is None:
+        products = options.bfloat16_products(*parts)
+        if products is None or shape[1] < products.least_outputs:
+            return PlainExperts(shape, parts, bias=bias, dtype=options.dtype)
+        return Bfloat16Experts(shape, parts, bias=bias, products=products)
+    whole = not shape[2] % max(encoding.block or 0, BLOCK)
+    if matrices is not None and matrices.serves_all_rows and whole and matrices.work(encoding, gated=False):
+        return BlockExperts(encoding, shape, parts, bias=bias, dtype=options.dtype, matrices=matrices)
+    if encoding.block is None:
+        return ScaledExperts(encoding, shape, parts, bias=bias, dtype=options.dtype)
+    return PlainExperts(shape, parts, bias=bias, dtype=options.dtype)
