@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import cast
@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
+from sglang_jax.kernels.expert_groups_pallas import ExpertTiles, multiply_experts_in_groups, rows_of_tile
+from sglang_jax.kernels.group_product_pallas import GroupedWeights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, current_chip
 
 _SHARE_READ = 0.8
@@ -48,6 +50,19 @@ class ExpertBlocks:
     multiply: Callable[[jax.Array, jax.Array], jax.Array]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The matrices of all experts in groups, on a TPU: see `expert_groups_pallas.filled_up`. `interpret`: for tests
+    without a TPU."""
+
+    weights: GroupedWeights
+    interpret: bool = field(default=False, metadata={"static": True})
+
+
+ExpertMatrices = jax.Array | ExpertBlocks | ExpertGroups
+
+
 class ExpertProducts(StrEnum):
     """How a step computes its experts."""
 
@@ -59,6 +74,8 @@ class ExpertProducts(StrEnum):
     TILES = "tiles"
     """Tokens sorted by expert, a tile of one expert's rows at a time; a chosen expert is read once per tile. For CPUs,
     where XLA's grouped product computes all experts (jax 0.10)."""
+    GROUPS = "groups"
+    """Tokens sorted by expert, in a kernel for matrices in groups: see `expert_groups_pallas`."""
 
     @classmethod
     def of(cls, config: ExpertsConfig, tokens: int, *, for_tpu: bool, widened: bool = False) -> ExpertProducts:
@@ -76,15 +93,16 @@ class ExpertProducts(StrEnum):
 class ExpertWeights:
     """All experts, or one device's shard of their columns: matrices `[experts, columns, hidden]`, biases `[experts,
     columns]` (the caller adds that of `down`, once for all devices). 8-bit matrices have float32 scales: `[experts,
-    columns]`, and `[experts, hidden]` for `down`. Matrices in blocks are for `ExpertProducts.TILES`, on one device.
+    columns]`, and `[experts, hidden]` for `down`. Matrices in blocks are for `ExpertProducts.TILES`, on one device; all
+    matrices in groups for `ExpertProducts.GROUPS`.
 
     With hidden as the last axis libtpu reads all three in place. It copied `[experts, hidden, columns]` with 720
     columns, a shard of gpt-oss's 2,880, at every step: on v6e, products then took twice as long.
     """
 
-    gate: jax.Array | ExpertBlocks
-    up: jax.Array | ExpertBlocks
-    down: jax.Array | ExpertBlocks
+    gate: ExpertMatrices
+    up: ExpertMatrices
+    down: ExpertMatrices
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     gate_scales: jax.Array | None = None
@@ -94,13 +112,19 @@ class ExpertWeights:
     @property
     def count(self) -> int:
         """The number of experts."""
+        if isinstance(self.gate, ExpertGroups):
+            return len(self.gate.weights.levels)
         return self.gate.count if isinstance(self.gate, ExpertBlocks) else len(self.gate)
 
     @property
+    def in_groups(self) -> bool:
+        return isinstance(self.gate, ExpertGroups)
+
+    @property
     def plain(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Matrices of gate, up and down that are not in blocks."""
+        """Matrices of gate, up and down that are neither in blocks nor in groups."""
         found = self.gate, self.up, self.down
-        assert not any(isinstance(each, ExpertBlocks) for each in found)
+        assert not any(isinstance(each, ExpertBlocks | ExpertGroups) for each in found)
         return cast("tuple[jax.Array, jax.Array, jax.Array]", found)
 
     @property
@@ -154,8 +178,11 @@ def multiply_experts(
     flat = choice.experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = _sizes(flat, experts)
-    multiply = _ragged if products is ExpertProducts.RAGGED else partial(_in_tiles, tile=tile)
-    found = multiply(x[order // chosen], weights, flat[order], sizes, gate)
+    if products is ExpertProducts.GROUPS:
+        found = _in_groups(x, order // chosen, weights, flat[order], sizes, gate)
+    else:
+        multiply = _ragged if products is ExpertProducts.RAGGED else partial(_in_tiles, tile=tile)
+        found = multiply(x[order // chosen], weights, flat[order], sizes, gate)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     outputs = found[places].reshape(len(x), chosen, -1)
     scores = choice.scores[..., None]
@@ -228,6 +255,26 @@ def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax
     return found if weights.down_scales is None else found * weights.down_scales[experts]
 
 
+def _in_groups(
+    x: jax.Array, tokens: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate
+) -> jax.Array:
+    """As `_ragged`, of the rows of `x` with the numbers `tokens` `[M]`."""
+    rows = rows_of_tile(len(tokens), weights.count)
+    tiles = ExpertTiles.of(experts, sizes, rows)
+
+    def product(rows: jax.Array, matrices: ExpertMatrices, outputs: int) -> jax.Array:
+        assert isinstance(matrices, ExpertGroups)
+        rows = rows.astype(jnp.bfloat16)
+        return multiply_experts_in_groups(rows, matrices.weights, tiles, interpret=matrices.interpret)[:, :outputs]
+
+    assert isinstance(weights.down, ExpertGroups)
+    inner, hidden = weights.down.weights.levels.shape[1], x.shape[1]
+    own = x[tiles.spread(tokens, rows)]
+    gates, ups = (product(own, matrices, inner) for matrices in (weights.gate, weights.up))
+    gates, ups = weights.scaled(gates, ups, lambda array: jnp.repeat(array[tiles.experts], rows, axis=0))
+    return product(gate(gates, ups), weights.down, hidden)[tiles.places]
+
+
 def _in_tiles(
     x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate, *, tile: int | None
 ) -> jax.Array:
@@ -246,9 +293,10 @@ def _in_tiles(
         def of_expert(array: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
 
-        def product(rows: jax.Array, matrices: jax.Array | ExpertBlocks, spec: str) -> jax.Array:
+        def product(rows: jax.Array, matrices: ExpertMatrices, spec: str) -> jax.Array:
             if isinstance(matrices, ExpertBlocks):
                 return matrices.multiply(rows, expert)
+            assert isinstance(matrices, jax.Array)
             return _dot(rows, of_expert(matrices), spec)
 
         own = jax.lax.dynamic_slice(rows, (first, 0), (tile, rows.shape[1]))

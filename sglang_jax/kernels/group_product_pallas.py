@@ -9,7 +9,7 @@ subtracted afterwards: the sum of a group's inputs, times its scale and zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,6 +35,10 @@ ROWS_AT_ONCE = 256
 """Rows of a program in a step with more."""
 
 _COLUMNS, _COLUMNS_OF_MANY_ROWS = 512, 1024
+_WIDTHS = (1024, 768, 512, 384, 256, 128)
+"""Columns of a program of experts."""
+_COLUMNS_OF_A_START = 32
+"""As many columns take the time in which a program of experts starts and ends."""
 _FEW_OUTPUTS, _COLUMNS_OF_FEW = 2048, 256
 """A matrix of fewer outputs takes less time in smaller programs: the first copy is shorter, and the last program is
 fuller."""
@@ -56,16 +60,21 @@ class GroupedWeights:
     - `scales`: `[groups, outputs]` in bfloat16 or float32; levels are multiplied in this dtype, and then rounded to
       bfloat16. A group is `inputs / groups` inputs, a multiple of 32.
     - `zeros`: int8 `[groups, outputs]`, for integer levels; None for zeros of 0.
+    - `float4`: levels stand for floats of 4 bits (E2M1): int4 with the sign and the number of one of 0, 1, 2, 3, 4, 6,
+      8 and 12, twice its value.
+    - `own_group`: inputs that share a scale, if there are more rows of scales than groups.
     """
 
     levels: jax.Array
     scales: jax.Array
     zeros: jax.Array | None = None
+    float4: bool = field(default=False, metadata={"static": True})
+    own_group: int = field(default=0, metadata={"static": True})
 
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return self.levels.shape[0] // self.scales.shape[0]
+        return self.own_group or self.levels.shape[-2] // self.scales.shape[-2]
 
     @property
     def arrays(self) -> list[jax.Array]:
@@ -100,7 +109,12 @@ def multiply_in_groups(x: jax.Array, weights: GroupedWeights, *, interpret: bool
         of_rows.append(x.astype(_FLOAT32).reshape(rows, groups, -1).sum(2))
         kept.append(pltpu.VMEM((groups, plan.columns), _FLOAT32))
     return pl.pallas_call(
-        partial(_kernel_of_many_rows if plan.many else _kernel, with_zeros=weights.zeros is not None),
+        partial(
+            _kernel_of_many_rows if plan.many else multiply_columns,
+            with_zeros=weights.zeros is not None,
+            float4=weights.float4,
+            group=weights.group,
+        ),
         grid=(pl.cdiv(outputs, plan.columns), pl.cdiv(rows, plan.rows)),
         in_specs=[
             *(pl.BlockSpec((plan.rows, each.shape[1]), lambda column, row: (row, 0)) for each in of_rows),
@@ -117,7 +131,7 @@ def multiply_in_groups(x: jax.Array, weights: GroupedWeights, *, interpret: bool
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inputs * outputs,
-            bytes_accessed=sum(each.size * _bits(each) // 8 for each in arrays) + x.size * 2 + rows * outputs * 4,
+            bytes_accessed=sum(each.size * stored_bits(each) // 8 for each in arrays) + x.size * 2 + rows * outputs * 4,
             transcendentals=0,
         ),
         interpret=interpret,
@@ -137,46 +151,63 @@ class _Plan:
     def of(cls, rows: int, weights: GroupedWeights) -> _Plan | None:
         """The most columns that fit; None if none do."""
         many, outputs = rows > ROWS, weights.levels.shape[1]
-        room = VMEM_LIMITS[current_chip()] - 4 * MIB
+        room = _room()
         of_few = _COLUMNS if outputs >= _FEW_OUTPUTS else _COLUMNS_OF_FEW
         most = _COLUMNS_OF_MANY_ROWS if many else of_few
         widths = [columns for columns in (1024, 512, 256, 128) if columns <= most]
         for own in (ROWS_AT_ONCE, ROWS) if many else (rows,):
             for columns in widths:
-                if cls(own, columns, many)._vmem_bytes(weights) <= room:
+                if cls(own, columns, many).vmem_bytes(weights) <= room:
                     return cls(own, min(outputs, columns), many)
         return None
 
-    def _vmem_bytes(self, weights: GroupedWeights) -> int:
+    def vmem_bytes(self, weights: GroupedWeights) -> int:
         """With two buffers of what is copied. The compiler needs up to one more of widened weights of few rows."""
-        column = sum(len(each) * _bits(each) // 8 for each in weights.arrays)
+        column = sum(len(each) * stored_bits(each) // 8 for each in weights.arrays)
         inputs = weights.levels.shape[0]
         widened = inputs if self.many else min(inputs, _INPUTS)
         rows = -(-self.rows // 16) * 16 * (inputs * 2 + self.columns * 4)
         return 2 * (column * self.columns + rows) + widened * self.columns * 2
 
 
-def _bits(array: jax.Array) -> int:
+def _room() -> int:
+    return VMEM_LIMITS[current_chip()] - 4 * MIB
+
+
+def stored_bits(array: jax.Array) -> int:
+    """Bits of a number in memory."""
     return 4 if array.dtype == jnp.int4 else 8 * array.dtype.itemsize
 
 
-def _kernel(x: Ref, *rest: Ref, with_zeros: bool) -> None:
+def columns_of(rows: int, weights: GroupedWeights) -> int | None:
+    """Columns of one of many programs that multiply up to `ROWS` rows: of the numbers that fit into vector memory, the
+    one that takes the least time; None if none fits."""
+    outputs, room = weights.levels.shape[1], _room()
+    fitting = [width for width in _WIDTHS if _Plan(rows, width, many=False).vmem_bytes(weights) <= room]
+    if not fitting:
+        return None
+    return min(outputs, min(fitting, key=lambda width: pl.cdiv(outputs, width) * (width + _COLUMNS_OF_A_START)))
+
+
+def multiply_columns(x: Ref, *rest: Ref, with_zeros: bool, float4: bool, group: int) -> None:
+    """The program of a kernel. `rest`: sums of the inputs of each group, if there are zeros; arrays of the columns; and
+    their product, which is written."""
     *arrays, product = rest
     if not with_zeros:
-        product[...] = _Columns(*arrays).multiply(x)
+        product[...] = _Columns(group, float4, *arrays).multiply(x)
         return
     sums, *arrays = arrays
-    weights = _Columns(*arrays)
+    weights = _Columns(group, float4, *arrays)
     product[...] = weights.multiply(x) - _exactly(sums[...], weights.scaled_zeros())
 
 
-def _kernel_of_many_rows(x: Ref, *rest: Ref, with_zeros: bool) -> None:
+def _kernel_of_many_rows(x: Ref, *rest: Ref, with_zeros: bool, float4: bool, group: int) -> None:
     """The first program of some columns widens them."""
     if with_zeros:
         sums, *arrays, product, widened, zeros = rest
     else:
         *arrays, product, widened = rest
-    weights = _Columns(*arrays)
+    weights = _Columns(group, float4, *arrays)
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
@@ -209,6 +240,8 @@ def _exactly(x: jax.Array, y: jax.Array) -> jax.Array:
 class _Columns:
     """Some columns of a matrix, in vector memory."""
 
+    group: int
+    float4: bool
     levels: Ref
     scales: Ref
     zeros: Ref | None = None
@@ -217,10 +250,6 @@ class _Columns:
     def inputs(self) -> int:
         count: int = self.levels.shape[0]
         return count
-
-    @property
-    def group(self) -> int:
-        return self.inputs // int(self.scales.shape[0])
 
     def multiply(self, x: Ref) -> jax.Array:
         """Columns of the product, float32."""
@@ -255,13 +284,19 @@ class _Columns:
             depth = min(step, count - at)
             start = first + at if isinstance(first, int) else pl.multiple_of(first + at, LANES)
             own = scales[at // group : (at + depth) // group]
-            levels = self.levels[pl.ds(start, depth)].astype(own.dtype).reshape(depth // group, group, -1)
+            levels = self.levels[pl.ds(start, depth)].astype(own.dtype)
+            levels = (_of_float4(levels) if self.float4 else levels).reshape(depth // group, group, -1)
             yield start, depth, (levels * own[:, None]).astype(_BFLOAT16).reshape(depth, -1)
 
     def scaled_zeros(self) -> jax.Array:
         """`scale * zero`, float32 `[groups, columns]`."""
         assert self.zeros is not None
         return self.scales[...].astype(_FLOAT32) * self.zeros[...].astype(_FLOAT32)
+
+
+def _of_float4(levels: jax.Array) -> jax.Array:
+    """See `GroupedWeights.float4`: numbers grow by 1 up to 4, by 2 up to 6, and then by 4."""
+    return 4 * levels - jnp.clip(levels, -4, 4) - 2 * jnp.clip(levels, -6, 6)
 
 
 def _in_runs(inputs: int, length: int, add: Callable[[Index, int, Found], Found], start: Found) -> Found:

@@ -14,10 +14,19 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.kernels.experts import ExpertBlocks, ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
+from sglang_jax.kernels.experts import (
+    ExpertBlocks,
+    ExpertChoice,
+    ExpertGroups,
+    ExpertMatrices,
+    ExpertProducts,
+    ExpertWeights,
+    multiply_experts,
+)
 from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProduct
 from sglang_jax.layers.feed_forward import ACTIVATIONS
+from sglang_jax.layers.grouped_matrix import GroupedExperts, GroupProduct
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.parameter import Parameter, matmul, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
@@ -44,12 +53,23 @@ class Experts(nnx.Module):
         self.router_bias = bias(Part.ROUTER, experts, wanted=config.router_bias)
         self.correction = bias(Part.ROUTER_CORRECTION, experts, wanted=config.correction)
 
+        in_groups = all(
+            isinstance(product, GroupProduct) and product.serves([column])
+            for product, column in (
+                (_product_of(Part.EXPERT_GATE, options), hidden),
+                (_product_of(Part.EXPERT_UP, options), hidden),
+                (_product_of(Part.EXPERT_DOWN, options), inner),
+            )
+        )
+
         def matrices(
             part: Part, row: tuple[Axis, int], column: tuple[Axis, int]
-        ) -> tuple[Parameter | BlockMatrix, Parameter | None]:
+        ) -> tuple[Parameter | BlockMatrix | GroupedExperts, Parameter | None]:
             """The matrices of all experts, and a scale per row if they have 8 bits."""
             encoding, sizes = options.encoding_of(part), [experts, inner, hidden]
-            product = None if encoding is None else options.block_products(encoding)
+            product = _product_of(part, options)
+            if in_groups and isinstance(product, GroupProduct):
+                return GroupedExperts(product, experts, column, row, part), None
             if isinstance(product, BlockProduct) and product.serves_stacks(row[1], column[1]):
                 return BlockMatrix(product, [column], [experts, row], (part,), options.dtype), None
             if encoding is None or encoding.block is not None:
@@ -70,10 +90,7 @@ class Experts(nnx.Module):
         config = self.config
         choice = ExpertChoice(*in_tiles(self._choose, (x, step.padding), self.tile_rows))
         weights = self._weights()
-        widened = self.for_tpu and weights.widened
-        products = ExpertProducts.of(config, len(x), for_tpu=self.for_tpu, widened=widened)
-        if self.tile_rows is not None:
-            products = ExpertProducts.TILES
+        products = self._products(len(x), weights)
         multiply = partial(multiply_experts, products, gate=self._gated, tile=self.tile_rows)
         found = _on_each_device(multiply, x.astype(self.dtype), weights, choice)
         if self.down_bias is not None:
@@ -86,6 +103,14 @@ class Experts(nnx.Module):
             chosen = choice.tokens_of(config.num_experts)
             memory = replace(memory, expert_tokens=_add_to_words(memory.expert_tokens, chosen))
         return found.astype(x.dtype), memory
+
+    def _products(self, tokens: int, weights: ExpertWeights) -> ExpertProducts:
+        if weights.in_groups:
+            return ExpertProducts.GROUPS
+        if self.tile_rows is not None:
+            return ExpertProducts.TILES
+        widened = self.for_tpu and weights.widened
+        return ExpertProducts.of(self.config, tokens, for_tpu=self.for_tpu, widened=widened)
 
     def _choose(self, tokens: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """The fields of an `ExpertChoice` for tokens `[T, hidden]`, of which some are padding, bool `[T]`."""
@@ -102,7 +127,9 @@ class Experts(nnx.Module):
         gate, up, down = map(self._matrices, (self.gate, self.up, self.down))
         return ExpertWeights(gate, up, down, *(None if array is None else array[...] for array in further))
 
-    def _matrices(self, stack: Parameter | BlockMatrix) -> jax.Array | ExpertBlocks:
+    def _matrices(self, stack: Parameter | BlockMatrix | GroupedExperts) -> ExpertMatrices:
+        if isinstance(stack, GroupedExperts):
+            return ExpertGroups(stack.weights(), stack.product.interpret)
         if isinstance(stack, BlockMatrix):
             return ExpertBlocks(self.config.num_experts, stack.multiply_one)
         return stack[...]
@@ -138,6 +165,11 @@ class SharedExpert(nnx.Module):
         if self.router is None:
             return found
         return found * jax.nn.sigmoid(matmul(x.astype(jnp.float32), self.router[...]))
+
+
+def _product_of(part: Part, options: PartOptions) -> BlockProduct | GroupProduct | None:
+    encoding = options.encoding_of(part)
+    return None if encoding is None else options.block_products(encoding)
 
 
 def choose_experts(
@@ -191,7 +223,8 @@ def _on_each_device(
     def run(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:
         return jax.lax.psum(multiply(x, weights, choice), "tensor")
 
-    columns = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE, Axis.HIDDEN))
+    columns = (Axis.EXPERTS, Axis.INTERMEDIATE, Axis.HIDDEN)
+    of_gate = (Axis.EXPERTS, Axis.HIDDEN, Axis.INTERMEDIATE) if weights.in_groups else columns
     of_columns = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE))
     of_outputs = partition_spec((Axis.EXPERTS, Axis.HIDDEN))
     placed = [
@@ -204,7 +237,11 @@ def _on_each_device(
             (weights.down_scales, of_outputs),
         )
     ]
-    specs = ExpertWeights(columns, columns, columns, *placed)  # type: ignore[arg-type]
+    matrices = (
+        jax.tree.map(lambda _, axes=axes: partition_spec(axes), stack)
+        for stack, axes in ((weights.gate, of_gate), (weights.up, of_gate), (weights.down, columns))
+    )
+    specs = ExpertWeights(*matrices, *placed)  # type: ignore[arg-type]
     whole = PartitionSpec()
     return jax.shard_map(run, mesh=mesh, in_specs=(whole, specs, whole), out_specs=whole, check_vma=False)(
         x, weights, choice

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -17,6 +17,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels
 from sglang_jax.checkpoint.reader import Role
+from sglang_jax.kernels.expert_groups_pallas import filled_up
 from sglang_jax.kernels.group_product_pallas import GroupedWeights, fits, multiply_in_groups
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import MESH_AXIS, automatic_mesh, partition_spec
@@ -45,7 +46,7 @@ class GroupProduct:
             own, cut = divmod(own, self.devices)
             if cut or _IN_ANOTHER_ORDER & {axis for axis, _ in inputs}:
                 return False
-        levels = jnp.dtype(jnp.int4 if self.kind.levels is Levels.INT4 else self.kind.levels.dtype)
+        levels = jnp.dtype(jnp.int4 if self.kind.levels.bits == 4 else self.kind.levels.dtype)
         return own % self.kind.weights == 0 and fits(own, self.kind.weights, levels)
 
     def multiply(self, x: jax.Array, weights: GroupedWeights) -> jax.Array:
@@ -79,29 +80,12 @@ class GroupedMatrix(nnx.Module):
 
     def pack(self) -> None:
         """Changes the loaded array, or its shape, to those that the kernel reads."""
-        blocks = self.arrays["values"]
-        values, pack = blocks.get_value(), partial(packed_groups, self.product.kind)
-        if isinstance(values, jax.ShapeDtypeStruct):
-            packed = jax.eval_shape(pack, values)
-        elif isinstance(values.sharding, NamedSharding):
-            places = partition_spec(blocks.axes), partition_spec(self.axes)
-            mesh = values.sharding.mesh
-            packed = jax.jit(jax.shard_map(pack, mesh=mesh, in_specs=places[:1], out_specs=places[1]))(values)
-        else:
-            packed = jax.jit(pack)(values)
-        named = {"levels": packed.levels, "scales": packed.scales, "zeros": packed.zeros}
-        self.arrays = nnx.Dict(
-            {
-                name: Parameter(array, axes=self.axes, parts=(), role=None)
-                for name, array in named.items()
-                if array is not None
-            }
-        )
+        self.arrays = _packed(self.arrays["values"], partial(packed_groups, self.product.kind), self.axes)
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """`x [T, *in]` → float32 `[T, *out]`; see `Matrix`."""
         x = x.reshape(len(x), -1).astype(jnp.bfloat16)
-        weights = GroupedWeights(**{name: array[...] for name, array in self.arrays.items()})
+        weights = _weights(self.product.kind, self.arrays)
         mesh = automatic_mesh()
         if mesh is None:
             return self._product(x, weights)
@@ -122,27 +106,88 @@ class GroupedMatrix(nnx.Module):
         """Does nothing: matrices in groups have only one layout, see `pack`."""
 
 
+class GroupedExperts(nnx.Module):
+    """The matrices of all experts in groups, without values at first: loaded as stored, in blocks `[experts, out,
+    blocks, bytes]`, and then packed: see `expert_groups_pallas.filled_up`."""
+
+    def __init__(
+        self,
+        product: GroupProduct,
+        experts: tuple[Axis, int],
+        inputs: tuple[Axis, int],
+        outputs: tuple[Axis, int],
+        part: Part,
+    ) -> None:
+        kind, of_inputs = product.kind, _sharded([inputs])
+        own = Axis.SHARDED_IN_BLOCKS if of_inputs else Axis.IN_BLOCKS
+        blocks = [(own, inputs[1] // kind.weights), (Axis.IN_BLOCK, kind.nbytes)]
+        values = parameter([experts, outputs, *blocks], jnp.dtype(jnp.uint8), part, role=Role.VALUES)
+        self.arrays = nnx.Dict(values=values)
+        self.product = product
+        self.axes = (experts[0], inputs[0], outputs[0])
+
+    def pack(self) -> None:
+        """See `GroupedMatrix.pack`."""
+        pack = jax.vmap(partial(packed_groups, self.product.kind))
+        self.arrays = _packed(self.arrays["values"], lambda blocks: filled_up(pack(blocks)), self.axes)
+
+    def weights(self) -> GroupedWeights:
+        """See `kernels.experts.ExpertGroups`."""
+        return replace(_weights(self.product.kind, self.arrays), own_group=self.product.kind.weights)
+
+
+def _packed(blocks: Parameter, pack: Callable[[jax.Array], GroupedWeights], axes: tuple[Axis, ...]) -> nnx.Dict:
+    """The arrays that a kernel reads, with their axes, or their shapes, of loaded blocks."""
+    values = blocks.get_value()
+    if isinstance(values, jax.ShapeDtypeStruct):
+        packed = jax.eval_shape(pack, values)
+    elif isinstance(values.sharding, NamedSharding):
+        places = partition_spec(blocks.axes), partition_spec(axes)
+        mesh = values.sharding.mesh
+        packed = jax.jit(jax.shard_map(pack, mesh=mesh, in_specs=places[:1], out_specs=places[1]))(values)
+    else:
+        packed = jax.jit(pack)(values)
+    named = {"levels": packed.levels, "scales": packed.scales, "zeros": packed.zeros}
+    found = {name: array for name, array in named.items() if array is not None}
+    return nnx.Dict({name: Parameter(array, axes=axes, parts=(), role=None) for name, array in found.items()})
+
+
+def _weights(kind: GroupType, arrays: nnx.Dict) -> GroupedWeights:
+    own = {name: array[...] for name, array in arrays.items()}
+    return GroupedWeights(**own, float4=kind.levels is Levels.FLOAT4_E2M1)
+
+
 def _sharded(sizes: Sizes) -> bool:
     return any(MESH_AXIS[axis] is not None for axis, _ in sizes)
 
 
 def packed_groups(kind: GroupType, blocks: jax.Array) -> GroupedWeights:
-    """The weights of blocks `[*out, blocks, bytes]`. Levels and zeros of 4 bits become signed: 8 less."""
+    """The weights of blocks `[*out, blocks, bytes]`. Levels and zeros of 4 bits become signed: integers are 8 less, and
+    floats as `GroupedWeights.float4` has them."""
     blocks = blocks.reshape(-1, *blocks.shape[-2:])
     first = kind.weights * kind.levels.bits // 8
     last = first + kind.scales.dtype.itemsize
     levels, zeros = blocks[..., :first], blocks[..., last] if kind.zeros else None
-    scales = jax.lax.bitcast_convert_type(blocks[..., first:last], jnp.dtype(kind.scales.dtype)).astype(jnp.bfloat16)
-    if kind.levels is Levels.INT4:
-        levels = _signed(jnp.concatenate((levels & 15, levels >> 4), axis=-1))
+    of_bytes = jax.lax.bitcast_convert_type(blocks[..., first:last], jnp.dtype(kind.scales.dtype))
+    scales = of_bytes.reshape(blocks.shape[:2]).astype(jnp.bfloat16)
+    float4 = kind.levels is Levels.FLOAT4_E2M1
+    if kind.levels.bits == 4:
+        levels = jnp.concatenate((levels & 15, levels >> 4), axis=-1)
+        levels = _sign_and_number(levels) if float4 else _signed(levels)
         zeros = None if zeros is None else _signed(zeros)
+        scales = scales / 2 if float4 else scales
     else:
         levels = jax.lax.bitcast_convert_type(levels, jnp.dtype(kind.levels.dtype))
         zeros = None if zeros is None else jax.lax.bitcast_convert_type(zeros, jnp.int8)
     matrix = levels.reshape(len(levels), -1).T
-    if kind.levels is Levels.INT4:
+    if kind.levels.bits == 4:
         matrix = matrix.astype(jnp.int4)
-    return GroupedWeights(matrix, scales.T, None if zeros is None else zeros.T)
+    return GroupedWeights(matrix, scales.T, None if zeros is None else zeros.T, float4)
+
+
+def _sign_and_number(levels: jax.Array) -> jax.Array:
+    number = (levels & 7).astype(jnp.int8)
+    return jnp.where(levels >= 8, -number, number)
 
 
 def _signed(levels: jax.Array) -> jax.Array:

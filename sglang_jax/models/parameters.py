@@ -12,7 +12,7 @@ from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.layers.block_matrix import BLOCK_AXES, BlockMatrix
-from sglang_jax.layers.grouped_matrix import GroupedMatrix
+from sglang_jax.layers.grouped_matrix import GroupedExperts, GroupedMatrix
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.models.transformer import Transformer
 
@@ -59,7 +59,7 @@ def matrices_as_stored(model: Transformer) -> dict[ParameterName, str]:
         if isinstance(module, BlockMatrix) and module.product.serves_all_rows:
             names = _names(path, module.arrays["values"])
             found |= dict.fromkeys(names, module.product.encoding.values.value)
-        if isinstance(module, GroupedMatrix):
+        if isinstance(module, GroupedMatrix | GroupedExperts):
             found |= dict.fromkeys(_names(path, module.arrays["values"]), module.product.kind.value)
     if not model.has_own_head and EMBEDDING in found:
         found[HEAD] = found[EMBEDDING]

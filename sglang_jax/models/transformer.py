@@ -21,7 +21,7 @@ from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProduct, BlockProducts, no_blocks
-from sglang_jax.layers.grouped_matrix import GroupedMatrix
+from sglang_jax.layers.grouped_matrix import GroupedExperts, GroupedMatrix
 from sglang_jax.layers.layout import Layout, OutInLayout, Table, TwoAxisLayout
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.matrix import Matrix, PlainMatrix, TwoFormMatrix, matrix_for
@@ -120,7 +120,7 @@ class Transformer(nnx.Module):
         """Changes the weights, or their shapes, from the layout in which they are loaded and stored, the same on all
         platforms, to the one that the platform computes with, on `devices` devices."""
         for _, module in nnx.iter_modules(self):
-            if isinstance(module, BlockMatrix | GroupedMatrix):
+            if isinstance(module, BlockMatrix | GroupedMatrix | GroupedExperts):
                 module.pack()
         if self.form.matrices:
             self.put_in_matrices()

@@ -110,7 +110,8 @@ class FilterKernel:
 
 @dataclass(frozen=True)
 class GroupKernel:
-    """A product with weights in groups."""
+    """A product with weights in groups, in int4 also floats of 4 bits (`float4`). `experts`: the number of
+    matrices, with `rows` rows for each; 0 for one matrix."""
 
     rows: int = 64
     inputs: int = 4096
@@ -119,6 +120,7 @@ class GroupKernel:
     levels: str = "int4"
     scales: str = "bfloat16"
     zeros: bool = False
+    experts: int = 0
 
 
 AnyKernel = Kernel | StateKernel | ConvolutionKernel | FilterKernel | GroupKernel
@@ -170,6 +172,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from sglang_jax.kernels.expert_groups_pallas import ExpertTiles, filled_up, multiply_experts_in_groups
     from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
     from sglang_jax.kernels.kept_distance_pallas import fits, kept_distance
     from sglang_jax.kernels.kv_storage import page_shape
@@ -314,15 +317,25 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
         return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
     def one_of_groups(kernel: GroupKernel) -> Outcome:
-        of_groups = kernel.inputs // kernel.group, kernel.outputs
+        stack = (kernel.experts,) if kernel.experts else ()
+        of_groups = *stack, kernel.inputs // kernel.group, kernel.outputs
+        float4 = kernel.levels == "float4"
         weights = GroupedWeights(
-            array((kernel.inputs, kernel.outputs), kernel.levels),
+            array((*stack, kernel.inputs, kernel.outputs), "int4" if float4 else kernel.levels),
             array(of_groups, kernel.scales),
             array(of_groups, "int8") if kernel.zeros else None,
+            float4,
         )
-        x = array((kernel.rows, kernel.inputs), "bfloat16")
+        if stack:
+            weights = jax.tree.map(lambda each: array(each.shape, each.dtype.name), jax.eval_shape(filled_up, weights))
+        x = array((kernel.rows * max(kernel.experts, 1), kernel.inputs), "bfloat16")
+        tiles = ExpertTiles(array(stack, "int32"), array((1,), "int32"), array((1,), "int32"))
         try:
-            memory = jax.jit(multiply_in_groups).lower(x, weights).compile().memory_analysis()
+            if kernel.experts:
+                lowered = jax.jit(multiply_experts_in_groups).lower(x, weights, tiles)
+            else:
+                lowered = jax.jit(multiply_in_groups).lower(x, weights)
+            memory = lowered.compile().memory_analysis()
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             return Outcome(str(error))
         return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)

@@ -102,6 +102,7 @@ GROUPS = [
     GroupKernel(),
     GroupKernel(group=32, zeros=True, inputs=1376, outputs=300, rows=17),
     GroupKernel(levels="int8", rows=200, inputs=1024),
+    GroupKernel(levels="float4", group=32, rows=16, inputs=2880, outputs=768, experts=4),
 ]
 MORE_GROUPS = [
     *(
@@ -113,6 +114,10 @@ MORE_GROUPS = [
     GroupKernel(inputs=14336, outputs=4096, group=32),
     GroupKernel(inputs=14336, outputs=4096, rows=2048, scales="float32"),
     GroupKernel(inputs=25600, outputs=5120, levels="int8", rows=512),
+    GroupKernel(levels="float4", group=32),
+    GroupKernel(rows=128, inputs=2048, outputs=768, experts=128),
+    GroupKernel(rows=16, inputs=768, outputs=2048, zeros=True, experts=128),
+    GroupKernel(rows=16, inputs=7168, outputs=512, levels="float8_e4m3fn", scales="float32", experts=32),
 ]
 
 
@@ -120,7 +125,7 @@ def check_groups(kernels: list[GroupKernel], outcomes: list[Outcome]) -> None:
     """Weights are not widened, nor copied, in memory."""
     for kernel, outcome in zip(kernels, outcomes, strict=True):
         assert outcome.error is None, (kernel, outcome.error)
-        assert outcome.temporary < kernel.inputs * kernel.outputs // 4, kernel
+        assert outcome.temporary < max(kernel.experts, 1) * kernel.inputs * kernel.outputs // 4, kernel
 
 
 def check_filters(kernels: list[FilterKernel], outcomes: list[Outcome]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sglang_jax.kernels import group_product_pallas
+from sglang_jax.kernels.expert_groups_pallas import ExpertTiles, filled_up, multiply_experts_in_groups, rows_of_tile
 from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
 
 multiply = jax.jit(partial(multiply_in_groups, interpret=True))
@@ -91,3 +93,53 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     odd = GroupedWeights(jnp.zeros((48, 128), jnp.int8), jnp.zeros((3, 128), jnp.bfloat16))
     with pytest.raises(ValueError, match="groups have 16 inputs of 48: they must have a multiple of 32"):
         group_product_pallas.multiply_in_groups(jnp.zeros((1, 48), jnp.bfloat16), odd)
+
+
+@pytest.mark.parametrize("levels", ["int4", "int8", "float8_e4m3fn", "float4"])
+@pytest.mark.parametrize("rows", [3, 40, 300])
+def test_rows_are_multiplied_by_their_experts(rows: int, levels: str) -> None:
+    """Some experts have no rows, and some rows no expert. Scales, zeros or levels of another expert are noticed."""
+    count, inputs, outputs, zeros = 5, 128, 300, levels.startswith("int")
+    random = np.random.default_rng(rows)
+    stored = "int4" if levels == "float4" else levels
+    found = [random_weights(inputs, outputs + number, 32, stored, "bfloat16", zeros) for number in range(count)]
+    parts = [jax.tree.map(lambda each: each[:, :outputs], weights) for weights, *_ in found]
+    if levels == "float4":
+        parts = [replace(each, levels=jnp.clip(each.levels, -7, 7), float4=True) for each in parts]
+    weights = jax.tree.map(lambda *each: jnp.stack(each), *parts)
+    own = np.sort(random.choice([0, 1, 3, count], rows))  # padding is behind all
+    sizes = jnp.asarray(np.bincount(own, minlength=count + 1)[:count], jnp.int32)
+    x = jnp.asarray(random.normal(size=(rows, inputs)), jnp.bfloat16)
+    of_tile = rows_of_tile(rows, count)
+
+    @jax.jit
+    def product(weights: GroupedWeights) -> jax.Array:
+        tiles = ExpertTiles.of(jnp.asarray(own), sizes, of_tile)
+        spread = x[tiles.spread(jnp.arange(rows), of_tile)]
+        found = multiply_experts_in_groups(spread, filled_up(weights), tiles, interpret=True)
+        return found[tiles.places, :outputs]
+
+    expected = np.zeros((rows, outputs))
+    for row, expert in enumerate(own):
+        if expert < count:
+            expected[row] = np.asarray(x[row], np.float64) @ widened(parts[expert])
+    real = own < count
+
+    def error(weights: GroupedWeights) -> float:
+        return float(np.abs(np.asarray(product(weights)) - expected)[real].max() / np.abs(expected).max())
+
+    assert error(weights) < 2**-7
+    for name in ("levels", "scales", *(["zeros"] if zeros else [])):
+        assert error(replace(weights, **{name: jnp.roll(getattr(weights, name), 1, 0)})) > 2**-5
+
+
+NUMBERS = np.array([0, 1, 2, 3, 4, 6, 8, 12])
+
+
+def widened(weights: GroupedWeights) -> NDArray[np.float64]:
+    numbers = np.asarray(weights.levels, np.float64)
+    if weights.float4:
+        numbers = np.sign(numbers) * NUMBERS[np.abs(numbers).astype(int)]
+    if weights.zeros is not None:
+        numbers = numbers - np.asarray(weights.zeros, np.float64).repeat(weights.group, 0)
+    return numbers * np.asarray(weights.scales, np.float64).repeat(weights.group, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
+from helpers.paged_model import PagedModel
+from helpers.parity_cases import STEPS, prompts
 from helpers.quick_programs import xla_flags
 
 from sglang_jax.architectures.axes import Axis
@@ -25,7 +28,7 @@ from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.config import EngineConfig
 from sglang_jax.jax_runner.building import JaxBackend
-from sglang_jax.layers.grouped_matrix import GroupedMatrix, GroupProduct, group_product
+from sglang_jax.layers.grouped_matrix import GroupedExperts, GroupedMatrix, GroupProduct, group_product
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation
 from sglang_jax.models.parameters import matrices_as_stored
@@ -44,6 +47,7 @@ OUTPUTS = [(Axis.GATE_OR_UP, 2), (Axis.INTERMEDIATE, 24)]
         GroupType(Levels.INT4, 128, Scales.BFLOAT16),
         GroupType(Levels.INT8, 64, Scales.FLOAT32, zeros=True),
         GroupType(Levels.FLOAT8_E4M3, 128, Scales.FLOAT32),
+        GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO),
     ],
     ids=lambda kind: kind.value,
 )
@@ -104,7 +108,7 @@ from flax import nnx
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.paged_model import PagedModel
 from sglang_jax.jax_runner import weights
-from sglang_jax.layers.grouped_matrix import GroupedMatrix, group_product
+from sglang_jax.layers.grouped_matrix import GroupedExperts, GroupedMatrix, group_product
 from sglang_jax.layers.sharding import make_mesh
 
 # Each device's part is read by itself, as on several nodes.
@@ -113,27 +117,32 @@ weights._runs = lambda indices, shape: [weights._bounded(each, shape) for each i
 sequences = [np.random.default_rng(0).integers(0, 384, length) for length in (12, 21)]
 steps = ({0: 10, 1: 20}, {0: 1, 1: 1})
 sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
-folder = Path(sys.argv[1])
-make_grouped_checkpoint(folder, "qwen2", Grouped.AWQ, num_key_value_heads=2, **sizes)
-expected = PagedModel(folder, dtype="bfloat16").run(sequences, steps)
-# Four devices have copies of two kv heads.
-for devices, platform in ((1, None), (2, None), (4, "tpu")):
-    def products(encoding):
-        found = group_product(encoding, devices)
-        return None if found is None else replace(found, interpret=True)
+models = {
+    "qwen2": (Grouped.AWQ, GroupedMatrix, 4, {"num_key_value_heads": 2}),
+    "gpt_oss": (Grouped.MXFP4, GroupedExperts, 3, {"num_key_value_heads": 4}),
+}
+for name, (kind, stored, count, further) in models.items():
+    folder = Path(sys.argv[1]) / name
+    make_grouped_checkpoint(folder, name, kind, **further, **sizes)
+    expected = PagedModel(folder, dtype="bfloat16").run(sequences, steps)
+    # Of qwen2, four devices have copies of two kv heads.
+    for devices, platform in ((1, None), (2, None), (4, "tpu")):
+        def products(encoding):
+            found = group_product(encoding, devices)
+            return None if found is None else replace(found, interpret=True)
 
-    mesh = make_mesh(jax.devices()[:devices])
-    model = PagedModel(folder, dtype="bfloat16", mesh=mesh, block_products=products, platform=platform)
-    grouped = [each for _, each in nnx.iter_modules(model.model) if isinstance(each, GroupedMatrix)]
-    assert len(grouped) == 4
-    for matrix in grouped:
-        for array in matrix.arrays.values():
-            own = array.get_value()
-            assert own.addressable_shards[0].data.size * devices == own.size, (own.shape, matrix.axes)
-    for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
-        error = np.linalg.norm(logits - wanted) / np.linalg.norm(wanted)
-        print(devices, error)
-        assert error < 0.02, (devices, error)
+        mesh = make_mesh(jax.devices()[:devices])
+        model = PagedModel(folder, dtype="bfloat16", mesh=mesh, block_products=products, platform=platform)
+        grouped = [each for _, each in nnx.iter_modules(model.model) if isinstance(each, stored)]
+        assert len(grouped) == count, (name, len(grouped))
+        for matrix in grouped:
+            for array in matrix.arrays.values():
+                own = array.get_value()
+                assert own.addressable_shards[0].data.size * devices == own.size, (own.shape, matrix.axes)
+        for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
+            error = np.linalg.norm(logits - wanted) / np.linalg.norm(wanted)
+            print(name, devices, error)
+            assert error < 0.02, (name, devices, error)
 """
 
 
@@ -153,6 +162,25 @@ def test_models_in_groups_give_the_logits_of_widened_ones_on_any_number_of_devic
         check=False,
     )
     assert found.returncode == 0, found.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [("gpt_oss", Grouped.MXFP4), ("qwen3_moe", Grouped.AWQ)], ids=["mxfp4", "awq"]
+)
+def test_experts_in_groups_give_the_logits_of_widened_ones(architecture: str, kind: Grouped, tmp_path: Path) -> None:
+    """In steps of many rows and of few. Activations are bfloat16, so roundings differ."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    make_grouped_checkpoint(tmp_path, architecture, kind, **sizes)
+
+    def products(encoding: Encoding) -> GroupProduct | None:
+        found = group_product(encoding, 1)
+        return None if found is None else replace(found, interpret=True)
+
+    expected = PagedModel(tmp_path, dtype="bfloat16").run(prompts(), STEPS)
+    model = PagedModel(tmp_path, dtype="bfloat16", block_products=products)
+    assert sum(isinstance(each, GroupedExperts) for _, each in nnx.iter_modules(model.model)) == 3 * 2
+    for logits, wanted in zip(model.run(prompts(), STEPS), expected, strict=True):
+        assert np.linalg.norm(logits - wanted) < 0.03 * np.linalg.norm(wanted)
 
 
 def test_matrices_in_groups_stay_so_on_tpus(tmp_path: Path) -> None:
