@@ -174,6 +174,7 @@ def test_shards_have_an_index(tmp_path: Path) -> None:
     assert len(files) > 3
     assert all(file.name.endswith(f"-of-{len(files):05}.safetensors") for file in files)
     assert not list(output.glob("*.incomplete"))
+    assert {file.stat().st_mode for file in files} == {(output / CONFIG_FILE).stat().st_mode}
     held = [[tensor.nbytes for tensor in load_file(file).values()] for file in files]
     assert all(sum(sizes) <= 20_000 or len(sizes) == 1 for sizes in held)
     assert max(map(len, held)) > 1
