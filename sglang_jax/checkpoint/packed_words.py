@@ -28,3 +28,13 @@ def signed_levels(levels: NDArray[np.uint8], bits: int) -> Array:
 def cut(found: Array, wanted: slice, first: int) -> Array:
     """Some columns of an array whose first column is number `first`."""
     return found[:, wanted.start - first : wanted.stop - first]
+
+
+def packed_words(levels: Array, bits: int) -> NDArray[np.int32]:
+    """Levels `[rows, values]` as `GroupType` has them, in int32 words `[rows, words]`: the reverse of `unpacked_words`
+    and `signed_levels`. Zeros fill the last word of a row."""
+    raised = levels if bits == 4 else levels.view(np.uint8) ^ np.uint8(128)
+    padded = np.pad(raised, ((0, 0), (0, -levels.shape[1] % (WORD // bits))))
+    in_bytes = padded if bits == 8 else padded[:, ::2] | padded[:, 1::2] << 4
+    words: NDArray[np.int32] = np.ascontiguousarray(in_bytes).view(np.int32)
+    return words

@@ -63,10 +63,10 @@ class ParameterReader:
     def read(self, name: ParameterName, index: Index | None = None) -> Array:
         """Reads a parameter, or its part at `index`, in the stored dtype; matrices are [out, in]. Rows that form heads
         must be whole heads. Optional parameters are float32: the default if the checkpoint lacks one; a single number
-        is repeated for all heads. Matrices that are quantised in groups are float32, after rounding."""
+        is repeated for all heads. Matrices that are quantised when they are read are float32, after rounding."""
         spec = self.spec(name)
         quantization = self._quantized(spec)
-        if quantization is None or quantization.encoding.block is None:
+        if quantization is None:
             return self._numbers(spec, index)
         *others, columns = whole_index(spec.shape, index)
         widened: Array = self._rounded(spec, quantization.widened, tuple(others))[..., columns]

@@ -1,10 +1,7 @@
-"""`convert`: writes a checkpoint in a format that loads faster."""
+"""`convert`: writes a checkpoint in another format: one that loads faster, or that is quantised."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from enum import StrEnum
 from pathlib import Path
 
@@ -12,12 +9,16 @@ import click
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_jax.cli.options import options_of
-from sglang_jax.config import Device, LoadFormat, WeightQuantization
+from sglang_jax.config import LoadFormat, WeightQuantization
 from sglang_jax.errors import ConfigError
+
+MEASURED_TOKENS = 64
+"""On which the errors of layers are measured."""
 
 
 class TargetFormat(StrEnum):
     ORBAX = "orbax"
+    COMPRESSED_TENSORS = "compressed-tensors"
 
 
 class StoredDtype(StrEnum):
@@ -27,6 +28,20 @@ class StoredDtype(StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
 
+    def of(self, stored: str) -> StoredDtype:
+        """The dtype to write. float16 becomes float32, which has all its values."""
+        if self is not StoredDtype.AUTO:
+            return self
+        return StoredDtype.BFLOAT16 if stored == StoredDtype.BFLOAT16.value else StoredDtype.FLOAT32
+
+
+class QuantizedFormat(StrEnum):
+    """See `WeightQuantization`."""
+
+    INT8 = "int8"
+    FLOAT8_E4M3 = "fp8"
+    INT4 = "int4"
+
 
 class ConvertConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,89 +49,55 @@ class ConvertConfig(BaseModel):
     model_path: str | None = Field(None, description="`demo`, a folder, a .gguf file, a hub id, or gs://BUCKET/PATH")
     revision: str | None = Field(None, description="branch, tag or commit of a repository on the hub")
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored")
-    to: TargetFormat = Field(description="format to write")
+    to: TargetFormat | None = Field(
+        None,
+        description="format to write: orbax, for the JAX backend, or compressed-tensors, a Hugging Face folder of "
+        "quantised weights, which is the default with quantize",
+    )
     output: Path = Field(description="output folder; created if missing")
     dtype: StoredDtype = Field(
         StoredDtype.AUTO,
-        description="type of the weights written; auto: bfloat16 for a bfloat16 checkpoint or GGUF file, else float32",
+        description="type of the weights that are not quantised; auto: bfloat16 for a bfloat16 checkpoint or GGUF "
+        "file, else float32, and in a Hugging Face folder as they are stored",
     )
-    quantization: WeightQuantization = Field(
-        WeightQuantization.AUTO,
-        description="quantise the matrices of layers to int8 or fp8, with a scale for each row; auto: as they are "
-        "stored in the checkpoint",
+    quantize: QuantizedFormat | None = Field(
+        None,
+        description="quantise the matrices of layers: to int8 or fp8 with a scale for each row, or to int4 with one "
+        "for each 128, 64 or 32 weights of a row; by default they stay as stored in the checkpoint",
+    )
+    error_layers: int = Field(
+        64,
+        ge=0,
+        description="with quantize, maximum layers whose error is measured and printed, evenly spaced, by computing "
+        f"{MEASURED_TOKENS} tokens once for each on the CPU; 0 to measure nothing",
     )
 
 
-@click.command(short_help="Write a checkpoint that loads faster.")
+@click.command(short_help="Write a checkpoint that loads faster, or quantised.")
 @click.argument("model", required=False)
 @options_of(config=ConvertConfig)
 def convert(config: ConvertConfig, model: str | None) -> int:
     """Write MODEL (as for --model-path) in another format: weights, config and tokenizer."""
-    path = _the_model(config, model)
+    path, target = _the_model(config, model), _target(config)
     # Imported late: --help must be fast, and other commands must not import a backend.
-    import jax.numpy as jnp
+    from sglang_jax.checkpoint import open_checkpoint
+    from sglang_jax.cli.conversion import print_errors, write_folder, write_orbax
+    from sglang_jax.runner.quantization import quantization_for
 
-    from sglang_jax.architectures.tensor_names import ParameterKind
-    from sglang_jax.checkpoint import open_checkpoint, write_hf_config
-    from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_hf_config
-    from sglang_jax.checkpoint.orbax_marker import kv_scales_to_json
-    from sglang_jax.checkpoint.tokenizer import load_tokenizer
-    from sglang_jax.jax_runner.devices import select_device
-    from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
-    from sglang_jax.jax_runner.weights import load_weights
-    from sglang_jax.layers.sharding import make_mesh
-    from sglang_jax.models import AttentionImplementation, build_model
-    from sglang_jax.runner.quantization import encodings_of, kept_encodings, quantization_for
-
+    if target is TargetFormat.COMPRESSED_TENSORS:
+        _check_empty(config.output)
     checkpoint = open_checkpoint(path, config.load_format, revision=config.revision)
     if checkpoint.reader is None:
         raise ConfigError(f"{checkpoint.source.address} is an Orbax checkpoint already")
-    if config.quantization is WeightQuantization.INT4:
-        raise ConfigError("quantization int4 cannot be stored in Orbax: choose int8 or fp8, or give it to the server")
-    quantization = quantization_for(checkpoint, config.quantization)
-    encodings = encodings_of(checkpoint, quantization)
-    dtype = _dtype(config.dtype, checkpoint.config.dtype)
-    device = select_device(Device.CPU)
-    model = build_model(
-        checkpoint.config,
-        dtype=jnp.dtype(dtype.value),
-        attention=AttentionImplementation.REFERENCE,
-        platform=device.platform,
-        encodings=encodings,
-    )
-    kv_scales, kv_parameters = None, checkpoint.kv_parameters()
-    if kv_parameters.has(ParameterKind.SCALE):
-        kv_parameters.check(ParameterKind.SCALE)
-        kv_scales = kv_scales_to_json(kv_parameters, checkpoint.kv_scales_made_for())
-    load_weights(model, checkpoint.reader, checkpoint.config, make_mesh([device]), quantization)
-    with tempfile.TemporaryDirectory() as folder:
-        extra_files = Path(folder)
-        stored_config = checkpoint.source.path / CONFIG_FILE
-        if stored_config.is_file():
-            own_head = not checkpoint.config.tie_word_embeddings
-            if own_head and load_hf_config(checkpoint.source.path).tie_word_embeddings:
-                # The checkpoint has its own head although its config ties it. The output keeps the head.
-                untied = json.loads(stored_config.read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
-                (extra_files / CONFIG_FILE).write_text(json.dumps(untied, indent=2), encoding="utf-8")
-            else:
-                shutil.copy(stored_config, extra_files)
-        else:
-            write_hf_config(checkpoint.config, extra_files)
-        load_tokenizer(checkpoint.tokenizer_source).save(extra_files)
-        generation_config = checkpoint.source.path / GENERATION_CONFIG_FILE
-        if generation_config.is_file():
-            shutil.copy(generation_config, extra_files)
-        elif recommended := checkpoint.generation_defaults.recommended():
-            (extra_files / GENERATION_CONFIG_FILE).write_text(json.dumps(recommended, indent=2), encoding="utf-8")
-        save_orbax(
-            config.output,
-            checkpoint.config,
-            model,
-            sorted(extra_files.iterdir()),
-            kv_scales,
-            kept_encodings(checkpoint.config, encodings),
-        )
-    click.echo(f"{checkpoint.source.address} is now {config.output} in {dtype.value}: serve it with --model-path")
+    wanted = WeightQuantization.AUTO if config.quantize is None else WeightQuantization(config.quantize.value)
+    quantization = quantization_for(checkpoint, wanted, option="quantize")
+    if quantization is None or target is TargetFormat.ORBAX:
+        written = write_orbax(config.output, checkpoint, quantization, config.dtype)
+    else:
+        written = write_folder(config.output, checkpoint, quantization, config.dtype)
+    click.echo(f"{checkpoint.source.address} is now {config.output} in {written}: serve it with --model-path")
+    if quantization is not None and config.error_layers:
+        print_errors(checkpoint, quantization, config.error_layers)
     return 0
 
 
@@ -129,8 +110,20 @@ def _the_model(config: ConvertConfig, model: str | None) -> str:
     return path
 
 
-def _dtype(wanted: StoredDtype, stored: str) -> StoredDtype:
-    """Returns the dtype to write. float16 becomes float32, which has all its values."""
-    if wanted is not StoredDtype.AUTO:
-        return wanted
-    return StoredDtype.BFLOAT16 if stored == StoredDtype.BFLOAT16.value else StoredDtype.FLOAT32
+def _target(config: ConvertConfig) -> TargetFormat:
+    """Raises `UsageError` for a format without what it needs."""
+    if config.to is None and config.quantize is None:
+        raise click.UsageError("Missing option --to (orbax) or --quantize (int8, fp8, int4)")
+    target = config.to or TargetFormat.COMPRESSED_TENSORS
+    if target is TargetFormat.COMPRESSED_TENSORS and config.quantize is None:
+        raise click.UsageError("--to compressed-tensors needs --quantize: int8, fp8 or int4")
+    if target is TargetFormat.ORBAX and config.quantize is QuantizedFormat.INT4:
+        raise click.UsageError(
+            "--quantize int4 cannot be stored in Orbax: choose int8 or fp8, or --to compressed-tensors"
+        )
+    return target
+
+
+def _check_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists already, and is not an empty folder: remove it, or choose another --output")

@@ -146,22 +146,24 @@ def _option_of_blocks(config: EngineConfig) -> str:
     return "keep_gguf_blocks" if config.keep_gguf_blocks else "cpu_activations int8"
 
 
-def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quantization | None:
-    """Like `quantization_of`, for one option."""
+def quantization_for(
+    checkpoint: Checkpoint, wanted: WeightQuantization, option: str = "quantization"
+) -> Quantization | None:
+    """Like `quantization_of`, for one option, whose name errors give as `option`."""
     quantization = quantization_wanted(wanted)
     if quantization is None:
         return None
     where = checkpoint.source.address
     if checkpoint.transformers_config is not None:
-        raise ConfigError(f"quantization {wanted.value} needs --model-impl native: remove one of the two")
+        raise ConfigError(f"{option} {wanted.value} needs --model-impl native: remove one of the two")
     if checkpoint.reader is None:
         raise ConfigError(
-            f"quantization {wanted.value}: {where} is an Orbax checkpoint, whose weights are used as they are: remove "
-            f"the option, or convert again with --quantization {wanted.value}"
+            f"{option} {wanted.value}: {where} is an Orbax checkpoint, whose weights are used as they are: remove "
+            f"the option, or convert again with --quantize {wanted.value}"
         )
     stored = (checkpoint.reader.encoding(name) for name in checkpoint.reader.names())
     if any(encoding is not None and not isinstance(encoding.values, BlockType) for encoding in stored):
-        raise ConfigError(f"quantization {wanted.value}: {where} is quantised already: remove the option")
+        raise ConfigError(f"{option} {wanted.value}: {where} is quantised already: remove the option")
     return quantization
 
 

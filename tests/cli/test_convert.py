@@ -11,13 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from gguf import GGMLQuantizationType
+from helpers.gguf_files import make_tiny_gguf
 from helpers.kv_scale_checkpoints import add_tensors, kv_scales_of, scale_tensors
+from helpers.paged_model import PagedModel
 from helpers.quantized_checkpoints import IGNORED, Quantised, quantise, scheme_of
-from helpers.tiny_models import make_tiny_checkpoint
+from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from orbax.checkpoint import StandardCheckpointer
 
-from sglang_jax.architectures.tensor_names import ParameterKind
-from sglang_jax.checkpoint import ORBAX_MARKER, Checkpoint, SourceKind, open_checkpoint
+from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
+from sglang_jax.checkpoint import ORBAX_MARKER, Checkpoint, ParameterReader, SourceKind, open_checkpoint
 from sglang_jax.checkpoint.tokenizer import load_tokenizer
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.main import run
@@ -96,7 +100,9 @@ def test_matrices_of_8_bits_are_copied_unchanged(
     else:
         make_tiny_checkpoint(original, "qwen3_moe", tie_word_embeddings=True)
         quantise(original, [scheme_of(kind, "Linear", "Embedding")], IGNORED)
-    arguments = [str(original), "--to", "orbax", "--output", str(output), "--quantization", quantization.value]
+    arguments = [str(original), "--to", "orbax", "--output", str(output)]
+    if quantization is not WeightQuantization.AUTO:
+        arguments += ["--quantize", quantization.value, "--error-layers", "0"]
     assert run(convert, "convert", arguments) == 0
     expected = weights(open_checkpoint(str(original)), "float32", quantization)
     found = weights(open_checkpoint(str(output)), "float32")
@@ -105,7 +111,7 @@ def test_matrices_of_8_bits_are_copied_unchanged(
     for name, array in expected.items():
         assert found[name].dtype == array.dtype
         np.testing.assert_array_equal(found[name], array, err_msg=name)
-    with pytest.raises(ConfigError, match="convert again with --quantization fp8"):
+    with pytest.raises(ConfigError, match="convert again with --quantize fp8"):
         quantization_for(open_checkpoint(str(output)), WeightQuantization.FLOAT8_E4M3)
     marker = output / ORBAX_MARKER
     assert json.loads(marker.read_text())["format_version"] == 2
@@ -247,3 +253,97 @@ def test_the_source_is_named_once(
 ) -> None:
     assert run(convert, "convert", [*arguments, "--to", "orbax", "--output", str(tmp_path / "new")]) == 2
     assert capsys.readouterr().err == f"Error: {message}\n"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_folder_computes_what_loading_quantises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quantization: str
+) -> None:
+    original = make_tiny_checkpoint(tmp_path / "original", "qwen3_moe", dtype="bfloat16", moe_intermediate_size=64)
+    output = tmp_path / "quantised"
+    arguments = [str(original), "--quantize", quantization, "--output", str(output), "--error-layers", "1"]
+    assert run(convert, "convert", arguments) == 0
+    told = capsys.readouterr().out
+    assert f"44 matrices in {quantization}" in told
+    assert [line.split("  ")[1] for line in told.splitlines()[2:]] == ["layer 0", "all layers"]
+    assert min(float(line.split()[-1]) for line in told.splitlines()[2:]) > 0
+    after = open_checkpoint(str(output))
+    assert after.generation_defaults == open_checkpoint(str(original)).generation_defaults
+    text = "the capital of france is paris."
+    assert load_tokenizer(after.tokenizer_source).encode(text) == load_tokenizer(
+        open_checkpoint(str(original)).tokenizer_source
+    ).encode(text)
+    wanted = quantization_for(open_checkpoint(str(original)), WeightQuantization(quantization))
+    sequence = np.random.default_rng(0).integers(5, 380, 40).tolist()
+    found = PagedModel(output).run([sequence], [{0: 40}])
+    expected = PagedModel(original, quantization=wanted).run([sequence], [{0: 40}])
+    np.testing.assert_array_equal(found, expected)
+    assert np.abs(PagedModel(original).run([sequence], [{0: 40}])[0] - expected[0]).max() > 1e-3
+
+
+def test_a_quantised_folder_keeps_its_own_head(tmp_path: Path) -> None:
+    original, output = make_tiny_checkpoint(tmp_path / "original"), tmp_path / "quantised"
+    config = json.loads((original / "config.json").read_text())
+    (original / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    arguments = ["--quantize", "fp8", "--error-layers", "0", "--dtype", "bfloat16"]
+    assert run(convert, "convert", [str(original), *arguments, "--output", str(output)]) == 0
+    written = json.loads((output / "config.json").read_text())
+    assert (written["tie_word_embeddings"], written["dtype"]) == (False, "bfloat16")
+    reader = open_checkpoint(str(output)).reader
+    before = open_checkpoint(str(original)).reader
+    assert reader.in_bfloat16("lm_head.weight")
+    np.testing.assert_array_equal(reader.read("lm_head.weight"), before.read("lm_head.weight").astype("bfloat16"))
+
+
+def test_errors_that_do_not_fit_in_memory_are_left_out(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_jax.cli.conversion.available_host_memory", lambda: 100_000)
+    assert run(convert, "convert", [str(original), "--quantize", "int4", "--output", str(tmp_path / "new")]) == 0
+    told = capsys.readouterr().out
+    assert "The error by layer is not measured: it needs 0.0 GiB of memory, and 0.0 are available" in told
+    assert "KL divergence" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing option --to (orbax) or --quantize (int8, fp8, int4)"),
+        (["--to", "compressed-tensors"], "--to compressed-tensors needs --quantize: int8, fp8 or int4"),
+        (["--quantize", "int3"], "'--quantize': 'int3' is not one of 'int8', 'fp8', 'int4'"),
+        (["--to", "orbax", "--quantize", "int4"], "choose int8 or fp8, or --to compressed-tensors"),
+        (["--quantize", "int8"], "output exists already, and is not an empty folder"),
+    ],
+)
+def test_quantised_folders_that_cannot_be_written_are_refused(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    assert run(convert, "convert", [str(original), "--output", str(output), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert [file.name for file in output.iterdir()] == ["notes.txt"]
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original = make_tiny_checkpoint(tmp_path / "original")
+    quantise(original, [scheme_of(Quantised.FP8_CHANNEL)], IGNORED)
+    assert run(convert, "convert", [str(original), "--quantize", "int4", "--output", str(tmp_path / "new")]) == 2
+    assert f"quantize int4: {original} is quantised already: remove the option" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_gguf_file_becomes_a_quantised_folder_in_bfloat16(tmp_path: Path) -> None:
+    file, output = tmp_path / "model.gguf", tmp_path / "quantised"
+    make_tiny_gguf(file, make_tiny_model("llama"), make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.F16)
+    arguments = [str(file), "--quantize", "int4", "--output", str(output), "--error-layers", "0"]
+    assert run(convert, "convert", arguments) == 0
+    after, before = open_checkpoint(str(output)), open_checkpoint(str(file))
+    assert after.config.dtype == json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
+    assert after.reader.in_bfloat16("model.embed_tokens.weight")
+    loading = ParameterReader(before.reader, before.config, quantization_for(before, WeightQuantization.INT4))
+    written = ParameterReader(after.reader, after.config)
+    for part in (Part.QUERY, Part.DOWN):
+        name = ParameterName(part, layer=1)
+        np.testing.assert_array_equal(written.read(name), loading.read(name))
