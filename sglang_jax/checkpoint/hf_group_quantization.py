@@ -24,12 +24,14 @@ def gptq(quantization: JsonFields) -> StoredQuantization:
     if quantization.string("pack_dtype") not in (None, "int32"):
         refuse(quantization, "pack_dtype", "int32")
     _refuse_other_bits_of_layers(quantization)
+    size = _size(quantization, "group_size")
     scheme = GroupScheme(
         _GPTQ_FORMATS[stored],
         _levels(quantization, "bits"),
-        _size(quantization, "group_size"),
+        size,
         zeros=quantization.boolean("sym") is False,
-        ordered=not quantization.boolean("desc_act"),
+        # Where a row is one group, the order in which inputs were quantised does not matter.
+        ordered=size is None or not quantization.boolean("desc_act"),
     )
     plain = NO_LAYERS if quantization.boolean("lm_head") else _HEAD
     return StoredQuantization(quantization.file, {}, ignored=plain, by_tensors=scheme)
