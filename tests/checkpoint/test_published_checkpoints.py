@@ -1,0 +1,72 @@
+"""The headers of well-known quantised repositories fit the models that are made of their configs: no tensor is missing
+or left over, and quantised matrices are those that the tool quantised."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers.published_checkpoints import REPOSITORIES, Headers, Repository
+
+from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint import Checkpoint, ParameterReader, open_checkpoint
+from sglang_jax.config import KVCacheDtype
+from sglang_jax.errors import CheckpointError
+
+PLAIN = {Part.EMBEDDING, Part.HEAD, Part.ROUTER}
+
+
+def check_opened(repository: Repository, opened: Checkpoint) -> None:
+    """Every matrix has the encoding that its repository says."""
+    assert opened.reader is not None
+    reader = ParameterReader(opened.reader, opened.config)
+    for name, spec in manifest_of(opened.config).specs.items():
+        if spec.is_matrix:
+            assert reader.encoding(name) == (None if name.part in PLAIN else repository.kept), name
+    assert opened.kv_scales_made_for() == (KVCacheDtype.FLOAT8_E4M3 if repository.scales_of_keys else None)
+
+
+@pytest.mark.parametrize("repository", REPOSITORIES, ids=lambda each: each.name)
+def test_a_repository_is_read(repository: Repository, tmp_path: Path) -> None:
+    check_opened(repository, open_checkpoint(str(repository.write(tmp_path / "model"))))
+
+
+def examples(headers: Headers) -> list[str]:
+    """A tensor of each kind: the last of those whose names differ only in numbers."""
+    return list({re.sub(r"\.\d+\.", ".0.", name): name for name in headers}.values())
+
+
+def damaged(headers: Headers, name: str) -> list[tuple[str, Headers]]:
+    """Headers in which a tensor is missing, left over, under another name, or misshapen."""
+    dtype, shape = headers[name]
+    stem, dot, ending = name.rpartition(".")
+    missing = {other: stored for other, stored in headers.items() if other != name}
+    further = {f"{stem}_further{dot}{ending}": (dtype, shape)}
+    wrong = (*shape[:-1], shape[-1] + 8) if shape else (7,)
+    return [
+        ("missing", missing),
+        ("left over", headers | further),
+        ("renamed", missing | further),
+        ("misshapen", headers | {name: (dtype, wrong)}),
+    ]
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", range(len(REPOSITORIES)), ids=[each.name for each in REPOSITORIES])
+def test_damage_to_any_tensor_is_noticed(number: int, every: bool, tmp_path: Path) -> None:
+    """One tensor of each kind has one fault, in a model of two layers, or `every` fault in turn. Layers that are not
+    used may have any tensors."""
+    repository = REPOSITORIES[number].cut(2, experts=16)
+    headers, unread = repository.headers(), repository.unquantised().unread
+    for at, name in enumerate(examples(headers), start=number):
+        faults = damaged(headers, name)
+        for fault, wrong in faults if every else [faults[at % len(faults)]]:
+            folder = repository.write(tmp_path / f"{at} {fault}", wrong)
+            if name.startswith(unread) or (fault == "missing" and name.endswith(repository.optional)):
+                assert open_checkpoint(str(folder)).reader is not None
+                continue
+            # The message has the tensor, or the weight that was made of it.
+            with pytest.raises(CheckpointError, match=re.escape(name.rpartition(".")[0])):
+                open_checkpoint(str(folder))
