@@ -4,15 +4,20 @@ or left over, and quantised matrices are those that the tool quantised."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.published_checkpoints import REPOSITORIES, Headers, Repository
 
 from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import Checkpoint, ParameterReader, open_checkpoint
-from sglang_jax.config import KVCacheDtype
+from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.group_blocks import GroupType, Scales
+from sglang_jax.checkpoint.reader import Role
+from sglang_jax.config import KVCacheDtype, LoadFormat
 from sglang_jax.errors import CheckpointError
 
 PLAIN = {Part.EMBEDDING, Part.HEAD, Part.ROUTER}
@@ -31,6 +36,48 @@ def check_opened(repository: Repository, opened: Checkpoint) -> None:
 @pytest.mark.parametrize("repository", REPOSITORIES, ids=lambda each: each.name)
 def test_a_repository_is_read(repository: Repository, tmp_path: Path) -> None:
     check_opened(repository, open_checkpoint(str(repository.write(tmp_path / "model"))))
+
+
+def without_scales(encoding: Encoding | None) -> Encoding | None:
+    """With scales in bfloat16, if the matrix is in groups."""
+    if encoding is None or not isinstance(encoding.values, GroupType):
+        return encoding
+    return Encoding(replace(encoding.values, scales=Scales.BFLOAT16))
+
+
+@pytest.mark.parametrize("repository", REPOSITORIES, ids=lambda each: each.name)
+def test_the_config_tells_the_encodings(repository: Repository, tmp_path: Path) -> None:
+    """Random weights have those of the repository, except for the dtype of scales, which is not in the config."""
+    repository.write_config(tmp_path / "model")
+    opened = open_checkpoint(str(tmp_path / "model"), LoadFormat.DUMMY)
+    check_opened(replace(repository, kept=without_scales(repository.kept)), opened)
+
+
+def test_layers_that_the_config_leaves_plain_are_plain(tmp_path: Path) -> None:
+    repository = next(each for each in REPOSITORIES if each.name == "Qwen/Qwen3-8B-FP8").cut(2)
+    plain = {"modules_to_not_convert": ["model.layers.0.mlp"]}
+    assert repository.quantization is not None
+    replace(repository, quantization=repository.quantization | plain).write_config(tmp_path / "model")
+    opened = open_checkpoint(str(tmp_path / "model"), LoadFormat.DUMMY)
+    assert opened.reader is not None
+    for layer, part, kept in ((0, "mlp.up", False), (0, "self_attn.q", True), (1, "mlp.up", True)):
+        found = opened.reader.encoding(f"model.layers.{layer}.{part}_proj.weight")
+        assert found == (without_scales(repository.kept) if kept else None)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4"])
+def test_random_weights_are_near_those_before_they_are_quantised(name: str, tmp_path: Path) -> None:
+    """With zeros and without. Of a group's largest weights, which are cut, up to 2.5 of 9.5 levels are lost."""
+    next(each for each in REPOSITORIES if each.name == name).cut(1).write_config(tmp_path / "model")
+    opened = open_checkpoint(str(tmp_path / "model"), LoadFormat.DUMMY)
+    assert opened.reader is not None
+    tensor, rows = "model.layers.0.mlp.up_proj.weight", (slice(8, 16),)
+    encoding = opened.reader.encoding(tensor)
+    assert encoding is not None
+    found = Stored(encoding, {Role.VALUES: opened.reader.read_array(tensor, Role.VALUES, rows)}).widened()
+    expected = opened.reader.read(tensor, rows).astype(np.float32)
+    largest = np.abs(expected).reshape(8, -1, 128).max(2).repeat(128, 1)
+    assert (np.abs(found - expected) < 0.27 * largest).all()
 
 
 def examples(headers: Headers) -> list[str]:

@@ -77,14 +77,17 @@ class Repository:
                 found[f"{layer}.{layer[-6]}_scale"] = "F32", ()
         return found
 
-    def write(self, folder: Path, headers: Headers | None = None) -> Path:
-        """Writes config.json and weights with `headers`, or its own, into a new folder. Values are holes of files, so
-        they take no space, and read as zeros."""
+    def write_config(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         quantization = {} if self.quantization is None else {"quantization_config": self.quantization}
         (folder / "config.json").write_text(json.dumps(self.fields | quantization))
         if self.beside is not None:
             (folder / "hf_quant_config.json").write_text(json.dumps(self.beside))
+
+    def write(self, folder: Path, headers: Headers | None = None) -> Path:
+        """Writes config.json and weights with `headers`, or its own, into a new folder. Values are holes of files, so
+        they take no space, and read as zeros."""
+        self.write_config(folder)
         wanted = list((self.headers() if headers is None else headers).items())
         files: dict[str, str] = {}
         for number in range(_SHARDS):
