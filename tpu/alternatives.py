@@ -11,7 +11,7 @@ from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.encoding import Encoding
-from sglang_jax.config import EngineConfig, KVCacheDtype
+from sglang_jax.config import Deterministic, EngineConfig, KVCacheDtype
 from tpu.choices import bytes_per_weight, can_be_spread, memory_fraction, weight_bytes
 from tpu.topologies import GIB, Topology
 
@@ -19,6 +19,9 @@ _MAX_CHIPS = 256
 _SHARE_OF_WEIGHTS = 0.9
 """Maximum share of weights in the memory for weights and KV: with more, there is hardly room for a token."""
 _LANES = 128
+_SHARDS = Deterministic.TP
+"""With which the layers of a device are computed in shards."""
+
 _MIN_TOKENS = 512
 """Minimum tokens of the KV cache: see `runner.sizing`."""
 _EXCEEDED = re.compile(r"Exceeded hbm capacity by (?P<size>[\d.]+)(?P<unit>[KMG])")
@@ -36,7 +39,10 @@ class Setup:
 
     def weights(self, size: int) -> int:
         """Bytes of the weights on each of `size` devices."""
-        return weight_bytes(self.model, size, bytes_per_weight(self.options.dtype), self.encodings.get)
+        width = bytes_per_weight(self.options.dtype)
+        return weight_bytes(
+            self.model, size, width, self.encodings.get, in_shards=self.options.deterministic is _SHARDS
+        )
 
     def kv_token(self, size: int, *, narrow: bool = False) -> int:
         """Bytes of a token's keys and values, or latents, on each of `size` devices, in whole lanes; `narrow`: in 8
