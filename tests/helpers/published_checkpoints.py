@@ -23,8 +23,8 @@ Stored = tuple[str, Shape]
 """A tensor's dtype, in the words of safetensors, and its shape."""
 
 Headers = dict[str, Stored]
-Quantiser = Callable[[int, int], Headers]
-"""The tensors of a layer with a weight `[out, in]`, by the end of their names."""
+Quantiser = Callable[..., Headers]
+"""The tensors of a layer with a weight of some shape, by the end of their names."""
 
 _BYTES = {"I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1}
 _SHARDS = 2
@@ -39,6 +39,7 @@ class Repository:
       `others`.
     - `kept`: the encoding of quantised matrices; None for those that are dequantised when they are read.
     - `optional`: ends of the names of tensors that it could lack.
+    - `scales_of_keys`: for a cache of 8 bits. `only_experts`: are quantised.
     """
 
     name: str
@@ -52,12 +53,15 @@ class Repository:
     others: dict[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     scales_of_keys: bool = False
+    only_experts: bool = False
 
     def cut(self, layers: int, experts: int | None = None) -> Repository:
         """The same with fewer layers, and perhaps fewer experts, and with as many layers with experts as fit."""
         changes: Fields = {"num_hidden_layers": layers}
         if "first_k_dense_replace" in self.fields:
             changes["first_k_dense_replace"] = min(self.fields["first_k_dense_replace"], layers - 1)
+        if "layer_types" in self.fields:
+            changes["layer_types"] = self.fields["layer_types"][:layers]
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if experts is not None and name in self.fields:
                 changes[name] = experts
@@ -71,8 +75,9 @@ class Repository:
         for name, shape in model.plain.items():
             dtype = next((each for ending, each in self.others.items() if name.endswith(ending)), self.dtype)
             found[name] = dtype, shape
-        for layer, (rows, columns) in model.linear.items():
-            found |= {f"{layer}.{ending}": stored for ending, stored in self.quantise(rows, columns).items()}
+        for layer, shape in model.linear.items():
+            tensors = self.quantise(*shape).items()
+            found |= {f"{layer}{'' if ending[0] == '_' else '.'}{ending}": stored for ending, stored in tensors}
             if self.scales_of_keys and layer.endswith(("k_proj", "v_proj")):
                 found[f"{layer}.{layer[-6]}_scale"] = "F32", ()
         return found
@@ -165,6 +170,11 @@ def _by_matrix(scale: Stored) -> Quantiser:
     return lambda *shape: {"weight": ("F8_E4M3", shape), "weight_scale": scale, "input_scale": scale}
 
 
+def _mxfp4(experts: int, rows: int, columns: int) -> Headers:
+    groups = columns // 32
+    return {"_blocks": ("U8", (experts, rows, groups, 16)), "_scales": ("U8", (experts, rows, groups))}
+
+
 _FLOAT8_BLOCKS: Fields = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
 _FLOAT8_BLOCKS |= {"weight_block_size": [128, 128]}
 _AWQ: Fields = {"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemm", "zero_point": True}
@@ -208,6 +218,20 @@ def _float8(scales: Scales) -> Encoding:
 _BY_TOKEN = {"dynamic": True, "strategy": "token", "observer": None}
 
 REPOSITORIES = [
+    Repository(
+        "openai/gpt-oss-20b",
+        models.GPT_OSS,
+        models.gpt_oss,
+        _mxfp4,
+        Encoding(GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)),
+        {
+            "modules_to_not_convert": [
+                *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+            ],
+            "quant_method": "mxfp4",
+        },
+        only_experts=True,
+    ),
     Repository(
         "deepseek-ai/DeepSeek-V3",
         models.DEEPSEEK_V3,

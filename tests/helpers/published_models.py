@@ -12,8 +12,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Model:
-    """A model before it is quantised: shapes of the weights that quantisers take, by layer, `(out, in)`, and of all
-    other tensors by their whole names. `unread`: beginnings of the names of layers that are not used."""
+    """A model before it is quantised: shapes of the weights that quantisers take, by layer, `(out, in)` or `(experts,
+    out, in)`, and of all other tensors by their whole names. `unread`: beginnings of the names of layers that are not
+    used."""
 
     linear: dict[str, Shape]
     plain: dict[str, Shape]
@@ -83,6 +84,22 @@ QWEN3_MOE: Fields = QWEN3 | {
     **{"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4},
     **{"output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001},
 }
+GPT_OSS: Fields = {
+    "architectures": ["GptOssForCausalLM"],
+    **{"attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4},
+    **{"head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096},
+    **{"initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072},
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    **{"model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24},
+    **{"num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"rope_type": "yarn", "truncate": False},
+    },
+    **{"rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
+    **{"tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088},
+}
 DEEPSEEK_V3: Fields = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "auto_map": {
@@ -139,6 +156,21 @@ def qwen3_moe(fields: Fields) -> Model:
         for expert in range(fields["num_experts"]):
             linear |= _gated(f"{layer}.mlp.experts.{expert}", fields, fields["moe_intermediate_size"])
         plain |= _norms(fields, layer) | {f"{layer}.mlp.gate.weight": (fields["num_experts"], fields["hidden_size"])}
+    return Model(linear, plain)
+
+
+def gpt_oss(fields: Fields) -> Model:
+    """One tensor has the matrices of all experts, with rows of gate and up in turn. Attention is not quantised."""
+    linear: dict[str, Shape] = {}
+    plain = _tables(fields)
+    hidden, columns, experts = fields["hidden_size"], fields["intermediate_size"], fields["num_local_experts"]
+    for layer in _layers(fields):
+        shapes = {"gate_up": (experts, 2 * columns, hidden), "down": (experts, hidden, columns)}
+        linear |= {f"{layer}.mlp.experts.{name}_proj": shape for name, shape in shapes.items()}
+        plain |= {f"{layer}.mlp.experts.{name}_proj_bias": shape[:2] for name, shape in shapes.items()}
+        for stem, shape in (_attention(fields, layer) | {f"{layer}.mlp.router": (experts, hidden)}).items():
+            plain |= {f"{stem}.weight": shape, f"{stem}.bias": shape[:1]}
+        plain |= _norms(fields, layer) | {f"{layer}.self_attn.sinks": (fields["num_attention_heads"],)}
     return Model(linear, plain)
 
 
