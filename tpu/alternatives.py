@@ -19,9 +19,6 @@ _MAX_CHIPS = 256
 _SHARE_OF_WEIGHTS = 0.9
 """Maximum share of weights in the memory for weights and KV: with more, there is hardly room for a token."""
 _LANES = 128
-_SHARDS = Deterministic.TP
-"""With which the layers of a device are computed in shards."""
-
 _MIN_TOKENS = 512
 """Minimum tokens of the KV cache: see `runner.sizing`."""
 _EXCEEDED = re.compile(r"Exceeded hbm capacity by (?P<size>[\d.]+)(?P<unit>[KMG])")
@@ -39,10 +36,8 @@ class Setup:
 
     def weights(self, size: int) -> int:
         """Bytes of the weights on each of `size` devices."""
-        width = bytes_per_weight(self.options.dtype)
-        return weight_bytes(
-            self.model, size, width, self.encodings.get, in_shards=self.options.deterministic is _SHARDS
-        )
+        width, in_shards = bytes_per_weight(self.options.dtype), self.options.deterministic is Deterministic.TP
+        return weight_bytes(self.model, size, width, self.encodings.get, in_shards=in_shards)
 
     def kv_token(self, size: int, *, narrow: bool = False) -> int:
         """Bytes of a token's keys and values, or latents, on each of `size` devices, in whole lanes; `narrow`: in 8

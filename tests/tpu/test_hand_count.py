@@ -16,15 +16,17 @@ from helpers.published_checkpoints import REPOSITORIES, Repository
 import tpu
 from sglang_jax.architectures import ModelConfig
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.checkpoint import ParameterReader
+from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.hf_config import model_config_from_hf
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
-from sglang_jax.config import EngineConfig, LoadFormat, WeightQuantization
+from sglang_jax.config import Deterministic, Dtype, EngineConfig, LoadFormat, WeightQuantization
 from sglang_jax.jax_runner.building import group_products, memory_of_one_device
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.layers.block_matrix import no_blocks
 from sglang_jax.models import StateDtypes, build_model
 from sglang_jax.runner.quantization import encodings_by_option, kept_encodings
 from sglang_jax.runner.sizing import Memory, choose_sizes
@@ -107,9 +109,12 @@ def published(name: str, folder: Path, layers: int | None = None) -> tuple[Repos
 
 def suggested(config: ModelConfig, tp: int, encodings: Encodings) -> int:
     """The count on which suggestions of other slices are based."""
-    known = {name: encoding for name in manifest_of(config).specs if (encoding := encodings(name)) is not None}
     options = EngineConfig(model_path="", tp_size=tp, mem_fraction_static=0.9)
-    return Setup(config, parse_topology("tpu7x:2x2x4"), options, known).weights(tp)
+    return Setup(config, parse_topology("tpu7x:2x2x4"), options, known(config, encodings)).weights(tp)
+
+
+def known(config: ModelConfig, encodings: Encodings) -> dict[ParameterName, Encoding]:
+    return {name: encoding for name in manifest_of(config).specs if (encoding := encodings(name)) is not None}
 
 
 @pytest.mark.parametrize(("layers", "tp"), [(5, 8), (5, 64), pytest.param(61, 32, marks=pytest.mark.soak)])
@@ -155,6 +160,19 @@ def test_groups_that_an_option_makes_equal_the_hand_count(tp: int) -> None:
     found = memory_of(config, tp, encodings=encodings).weights
     assert found == (linear // 128 * 66 + 2 * 2 * table) // tp + 2 * norms
     assert found - suggested(config, tp, encodings) == 2 * norms
+
+
+@pytest.mark.parametrize(
+    "options", [{"deterministic": Deterministic.TP, "tp_size": 1}, {"dtype": Dtype.FLOAT32, "tp_size": 1}]
+)
+def test_groups_are_widened_with_options_that_have_no_kernel(options: dict[str, Any]) -> None:
+    config, topology = load_shape("llama-3.1-8b"), parse_topology("v6e-1")
+    found = known(config, encodings_by_option(config, WeightQuantization.INT4))
+    asked = EngineConfig(model_path="", mem_fraction_static=0.9, **options)
+    assert Setup(config, topology, asked, found).weights(1) == Setup(config, topology, asked).weights(1)
+    shards = 8 if asked.deterministic is Deterministic.TP else None
+    dtype = jnp.dtype(jnp.float32) if asked.dtype is Dtype.FLOAT32 else BFLOAT16
+    assert group_products(asked, dtype, shards) is no_blocks
 
 
 def test_off_a_tpu_pages_have_no_padding() -> None:
