@@ -11,7 +11,7 @@ from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.encoding import Encoding
-from sglang_jax.config import EngineConfig, KVCacheDtype
+from sglang_jax.config import Deterministic, EngineConfig, KVCacheDtype
 from tpu.choices import bytes_per_weight, can_be_spread, memory_fraction, weight_bytes
 from tpu.topologies import GIB, Topology
 
@@ -36,7 +36,8 @@ class Setup:
 
     def weights(self, size: int) -> int:
         """Bytes of the weights on each of `size` devices."""
-        return weight_bytes(self.model, size, bytes_per_weight(self.options.dtype), self.encodings.get)
+        width, in_shards = bytes_per_weight(self.options.dtype), self.options.deterministic is Deterministic.TP
+        return weight_bytes(self.model, size, width, self.encodings.get, in_shards=in_shards)
 
     def kv_token(self, size: int, *, narrow: bool = False) -> int:
         """Bytes of a token's keys and values, or latents, on each of `size` devices, in whole lanes; `narrow`: in 8

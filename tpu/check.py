@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from pydantic import ValidationError
 
-from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader
 from sglang_jax.checkpoint.dummy_reader import DummyReader
@@ -34,7 +34,7 @@ from sglang_jax.config import (
     WeightQuantization,
 )
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.quantization import kept_encodings, quantization_of, quantization_wanted
+from sglang_jax.runner.quantization import quantization_of, quantization_wanted
 from tpu.alternatives import Setup, shortage_in, suggest_fitting, suggest_remedies
 from tpu.choices import PAGE_SIZE, memory_fraction
 from tpu.figures import CacheEntries, Deployment, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
@@ -83,7 +83,7 @@ DOES_NOT_FIT = 1
     "--quantization",
     default=WeightQuantization.AUTO.value,
     show_default=True,
-    type=click.Choice([kind.value for kind in WeightQuantization if kind is not WeightQuantization.INT4]),
+    type=click.Choice([kind.value for kind in WeightQuantization]),
     help="dtype of the matrices of layers; auto: as the checkpoint stores them",
 )
 @click.option(
@@ -266,8 +266,9 @@ def _model_and_encodings(model: str, options: EngineConfig) -> tuple[ModelConfig
         config, quantization = checkpoint.config, quantization_of(options, checkpoint)
         assert checkpoint.reader is not None, "one of random weights"
         reader = checkpoint.reader
-    encodings = ParameterReader(reader, config, quantization).encoding
-    return config, kept_encodings(config, encodings)
+    encoding = ParameterReader(reader, config, quantization).encoding
+    encodings = {name: encoding(name) for name in manifest_of(config).specs}
+    return config, {name: found for name, found in encodings.items() if found is not None}
 
 
 def _options(model: str, tp: int, set_: dict[str, object]) -> EngineConfig:

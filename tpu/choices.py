@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from itertools import chain
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.manifest import ParameterSpec, manifest_of
+from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.ggml_blocks import BlockType
+from sglang_jax.checkpoint.group_blocks import GroupType
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.config import Dtype, WeightQuantization
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.kernels.expert_groups_pallas import LEAST_ROWS
+from sglang_jax.kernels.kv_storage import LANES
 from sglang_jax.runner.quantization import encodings_by_option
 from tpu.machine import Machine
 from tpu.topologies import GIB, Chip
@@ -31,6 +35,10 @@ _DIVIDED = frozenset({Axis.VOCABULARY, Axis.HEADS, Axis.KV_HEADS, Axis.INTERMEDI
 """Axes that are sharded over a tensor-parallel group, as in `layers.sharding`, which imports JAX."""
 
 _FLOAT32 = frozenset({Part.ROUTER, Part.SHARED_ROUTER})
+_WIDENED = frozenset({Part.EMBEDDING, Part.KEY_UP, Part.VALUE_UP})
+"""Matrices that are looked up, or by which latent attention multiplies queries, are in the dtype of activations."""
+
+_BFLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +129,27 @@ def bytes_per_weight(dtype: Dtype) -> int:
     return 4 if dtype is Dtype.FLOAT32 else 2
 
 
-def weight_bytes(model: ModelConfig, size: int = 1, width: int = 2, encodings: Encodings = all_plain) -> int:
+def weight_bytes(
+    model: ModelConfig,
+    size: int = 1,
+    width: int = 2,
+    encodings: Encodings = all_plain,
+    *,
+    in_shards: bool = False,
+) -> int:
     """Bytes of the matrices on each of `size` devices, at `width` bytes per number unless `encodings` say otherwise;
     norms and biases are negligible. Matrices without heads or columns to shard, such as routers and projections to
-    latent vectors, are whole on every device. Raises `ConfigError` if the model cannot be sharded over this many
-    devices."""
+    latent vectors, are whole on every device. Of layers computed `in_shards`, matrices in groups are widened. Raises
+    `ConfigError` if the model cannot be sharded over this many devices."""
     specs = manifest_of(TensorParallel.of(model, size).config).specs.values()
     tied = model.tie_word_embeddings
     matrices = (spec for spec in specs if spec.is_matrix and not (tied and spec.name.part is Part.HEAD))
-    return sum(_bytes_of_matrix(spec, size, width, encodings(spec.name)) for spec in matrices)
+
+    def encoding_of(name: ParameterName) -> Encoding | None:
+        found = encodings(name)
+        return None if in_shards and found is not None and isinstance(found.values, GroupType) else found
+
+    return sum(_bytes_of_matrix(spec, size, width, encoding_of(spec.name)) for spec in matrices)
 
 
 def _bytes_of_matrix(spec: ParameterSpec, size: int, width: int, encoding: Encoding | None) -> int:
@@ -137,9 +157,36 @@ def _bytes_of_matrix(spec: ParameterSpec, size: int, width: int, encoding: Encod
     of_rows, of_all = ((size if _DIVIDED & set(chain(*axes)) else 1) for axes in (spec.axes[:-1], spec.axes))
     if spec.name.part in _FLOAT32:
         return 4 * numbers // of_all
-    if encoding is None or encoding.block is not None:
+    if encoding is None or spec.name.part in _WIDENED or isinstance(encoding.values, BlockType):
         return width * numbers // of_all
+    if isinstance(encoding.values, GroupType) and spec.places:
+        return _bytes_of_experts(spec, encoding.values, size, width)
+    if isinstance(encoding.values, GroupType):
+        of_inputs = size if _DIVIDED & set(spec.axes[-1]) else 1
+        return _bytes_in_groups(spec, encoding.values, of_inputs, width) // of_all
     return numbers // of_all + 4 * rows // of_rows
+
+
+def _bytes_in_groups(spec: ParameterSpec, kind: GroupType, of_inputs: int, width: int) -> int:
+    """Bytes of a whole matrix in groups, each with a scale in bfloat16; widened for other dtypes than bfloat16, and
+    where one of `of_inputs` devices would have a part of a group."""
+    numbers = math.prod(spec.shape)
+    if width != _BFLOAT16_BYTES or spec.shape[-1] % (of_inputs * kind.weights):
+        return width * numbers
+    return numbers * kind.levels.bits // 8 + numbers // kind.weights * (_BFLOAT16_BYTES + kind.zeros)
+
+
+def _bytes_of_experts(spec: ParameterSpec, kind: GroupType, size: int, width: int) -> int:
+    """Bytes of one of `size` devices of a matrix of all experts, whose columns are sharded. In groups if one device has
+    whole groups of all three matrices; outputs and groups are then filled up: see `expert_groups_pallas.filled_up`."""
+    experts, rows, inputs = (
+        length // (size if _DIVIDED & set(axes) else 1) for length, axes in zip(spec.shape, spec.axes, strict=True)
+    )
+    if width != _BFLOAT16_BYTES or rows % kind.weights or inputs % kind.weights:
+        return width * experts * rows * inputs
+    outputs = -(-rows // LANES) * LANES
+    scales = -(-(inputs // kind.weights) // LEAST_ROWS) * LEAST_ROWS
+    return experts * outputs * (inputs * kind.levels.bits // 8 + scales * (_BFLOAT16_BYTES + kind.zeros))
 
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:

@@ -22,6 +22,7 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.building import (
     choose_attention,
+    group_products,
     kv_dtype_of,
     memory_of_one_device,
     mixed_shapes,
@@ -140,15 +141,18 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])
     kv_dtype = kv_dtype_of(options, dtype)
-    model = build_model(
-        parallel.config,
-        dtype=dtype,
-        attention=attention,
-        platform=_PLATFORM,
-        kv_dtype=kv_dtype,
-        encodings=request.encodings.get,
-        num_shards=num_shards,
-    )
+    # What fits into vector memory depends on the chip, which kernels read from the context.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        model = build_model(
+            parallel.config,
+            dtype=dtype,
+            attention=attention,
+            platform=_PLATFORM,
+            kv_dtype=kv_dtype,
+            encodings=request.encodings.get,
+            block_products=group_products(options, dtype, num_shards),
+            num_shards=num_shards,
+        )
     states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
     sizes = choose_sizes(options, parallel.config.default_context, memory, parallel.config.longest_context)

@@ -9,6 +9,8 @@ from typing import Any
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.config import Dtype
+from tpu.choices import bytes_per_weight
 from tpu.figures import Deployment, ProgramFailure, ProgramFigures
 from tpu.operations import short_source
 from tpu.roofline import Device, Roofline, Work, roofline
@@ -114,6 +116,7 @@ class Report:
             kv_bytes_per_token=deployment.page // deployment.page_size,
             state_bytes_per_row=deployment.slot if states else 0,
             exchanged=sent,
+            width=bytes_per_weight(Dtype(deployment.dtype)),
         )
 
     def share(self, program: ProgramFigures) -> StepTime | None:

@@ -95,12 +95,13 @@ def roofline(
     kv_bytes_per_token: int,
     state_bytes_per_row: int = 0,
     exchanged: float | None = None,
+    width: int = 2,
 ) -> Roofline:
     """Computes the bounds of a step. `weight_bytes`, `kv_bytes_per_token`, `state_bytes_per_row`: of one device, over
     all layers; recurrent states are read and written once per row. `exchanged`: bytes that one device sends, as
-    compiled, if known."""
+    compiled, if known. `width`: bytes of a number in the tables of embeddings and head, which are not quantised."""
     flops = step_flops(config, work) / tp
-    hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token) + 2 * state_bytes_per_row * work.rows
+    hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token, width) + 2 * state_bytes_per_row * work.rows
     exchanged = _exchanged_bytes(config, work, tp) if exchanged is None else exchanged
     return Roofline(
         flops=flops,
@@ -141,13 +142,14 @@ def _table_weights(config: ModelConfig) -> int:
     return math.prod(manifest_of(config).specs[ParameterName(Part.HEAD)].shape)
 
 
-def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_bytes_per_token: int) -> float:
+def _hbm_bytes(
+    config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_bytes_per_token: int, width: int
+) -> float:
     """Bytes read and written: weights once, but only the looked-up rows of embeddings and the experts expected to be
     chosen; keys and values; logits written and read once."""
-    unread = sum(weights * (1 - experts.share_read(work.tokens)) for weights, experts in _experts(config))
-    if not config.tie_word_embeddings:
-        unread += _table_weights(config)
-    unread_bytes = _bytes_per_weight(config, weight_bytes, tp) * unread / tp
+    experts = sum(weights * (1 - experts.share_read(work.tokens)) for weights, experts in _experts(config))
+    looked_up = 0 if config.tie_word_embeddings else _table_weights(config)
+    unread_bytes = (_bytes_per_weight(config, weight_bytes, tp, width) * experts + width * looked_up) / tp
     sizes = [sum(array.numbers(tp) for array in attention.cached) for attention in config.attention]
     keys = [work.within(attention.window).keys_read for attention in config.attention]
     read = sum(size * count for size, count in zip(sizes, keys, strict=True)) / max(sum(sizes), 1)
@@ -156,10 +158,10 @@ def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_b
     return weight_bytes - unread_bytes + kv + logits
 
 
-def _bytes_per_weight(config: ModelConfig, weight_bytes: int, tp: int) -> float:
+def _bytes_per_weight(config: ModelConfig, weight_bytes: int, tp: int, width: int) -> float:
+    """Of the layers, on average."""
     tables = (1 if config.tie_word_embeddings else 2) * _table_weights(config)
-    weights = matrix_weights_of_layers(config) + tables
-    return round(weight_bytes * tp / weights)
+    return (weight_bytes * tp - width * tables) / matrix_weights_of_layers(config)
 
 
 def _exchanged_bytes(config: ModelConfig, work: Work, tp: int) -> float:

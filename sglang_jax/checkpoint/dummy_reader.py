@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -83,7 +82,7 @@ class DummyReader:
             return None
         scheme = self._stored.scheme(name.removesuffix(_WEIGHT), "Embedding" if name == self._embedding else "Linear")
         if isinstance(scheme, GroupScheme):
-            kind = replace(scheme, zeros=False).blocks(self.shape(name)[1], Scales.BFLOAT16)
+            kind = scheme.blocks(self.shape(name)[1], Scales.BFLOAT16)
             return None if kind is None else Encoding(kind)
         return None if scheme is None else scheme.encoding
 

@@ -92,9 +92,10 @@ class GroupReader:
         """`others`: reads the tensors of other layers."""
         self._others = others
         self._grouped = {each.name: each for each in grouped}
+        self._names = others.names() | self._grouped.keys()
 
     def names(self) -> frozenset[str]:
-        return self._others.names() | self._grouped.keys()
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._grouped[name].shape if name in self._grouped else self._others.shape(name)

@@ -24,12 +24,14 @@ def gptq(quantization: JsonFields) -> StoredQuantization:
     if quantization.string("pack_dtype") not in (None, "int32"):
         refuse(quantization, "pack_dtype", "int32")
     _refuse_other_bits_of_layers(quantization)
+    size = _size(quantization, "group_size")
     scheme = GroupScheme(
         _GPTQ_FORMATS[stored],
         _levels(quantization, "bits"),
-        _size(quantization, "group_size"),
+        size,
         zeros=quantization.boolean("sym") is False,
-        ordered=not quantization.boolean("desc_act"),
+        # Where a row is one group, the order in which inputs were quantised does not matter.
+        ordered=size is None or not quantization.boolean("desc_act"),
     )
     plain = NO_LAYERS if quantization.boolean("lm_head") else _HEAD
     return StoredQuantization(quantization.file, {}, ignored=plain, by_tensors=scheme)
@@ -64,7 +66,7 @@ def float8(quantization: JsonFields) -> StoredQuantization:
     if len(block) != 2 or block[0] != block[1] or block[0] <= 0:
         refuse(quantization, "weight_block_size", "two equal numbers, such as [128, 128]")
     scheme = GroupScheme(GroupLayout.FLOAT8_INVERSE, Levels.FLOAT8_E4M3, block[0], zeros=False)
-    return StoredQuantization(quantization.file, {}, ignored=_HEAD, by_tensors=scheme)
+    return StoredQuantization(quantization.file, {}, ignored=_plain_modules(quantization), by_tensors=scheme)
 
 
 def mxfp4(quantization: JsonFields) -> StoredQuantization:
@@ -78,10 +80,13 @@ def _float8_matrices(quantization: JsonFields, inputs: str | None) -> StoredQuan
     activations = {"static": ActivationScales.TENSOR, "dynamic": ActivationScales.TOKEN}
     if inputs not in activations:
         refuse(quantization, "activation_scheme", ", ".join(activations))
-    plain = (quantization.strings(field) or () for field in ("ignored_layers", "modules_to_not_convert"))
     scheme = Scheme(Encoding(ValueType.FLOAT8_E4M3, activations=activations[inputs]), per_row=False)
-    modules = frozenset({"lm_head"}.union(*plain))
-    return StoredQuantization(quantization.file, {"Linear": scheme}, ignored=LayerPatterns(modules=modules))
+    return StoredQuantization(quantization.file, {"Linear": scheme}, ignored=_plain_modules(quantization))
+
+
+def _plain_modules(quantization: JsonFields) -> LayerPatterns:
+    plain = (quantization.strings(field) or () for field in ("ignored_layers", "modules_to_not_convert"))
+    return LayerPatterns(modules=frozenset({"lm_head"}.union(*plain)))
 
 
 def _levels(quantization: JsonFields, field: str) -> Levels:

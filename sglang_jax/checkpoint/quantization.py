@@ -55,7 +55,7 @@ def all_plain(name: ParameterName) -> Encoding | None:
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Quantises each row, or each group of a row, symmetrically, so that a slice of rows has the same values as in the
-    whole matrix. `encoding`: one with a scale per row, or with groups without zeros."""
+    whole matrix. `encoding`: one with a scale per row, or with groups, whose zeros, if any, are the usual one."""
 
     encoding: Encoding
 
@@ -126,7 +126,9 @@ def _in_groups(numbers: NDArray[np.float32], kind: GroupType) -> Array:
         best = best.or_better(each)
     rows = len(numbers)
     levels = kind.levels.of(best.levels + np.float32(kind.levels.zero))
-    return kind.join(levels.reshape(rows, -1), best.scales.reshape(rows, -1))
+    scales = best.scales.reshape(rows, -1)
+    zeros = np.full(scales.shape, kind.levels.zero, kind.levels.dtype) if kind.zeros else None
+    return kind.join(levels.reshape(rows, -1), scales, zeros)
 
 
 @dataclass(frozen=True, slots=True)

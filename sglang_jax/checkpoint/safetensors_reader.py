@@ -96,9 +96,10 @@ class SafetensorsReader(PlainReader):
                 self._add_file(file, start)
         if weight_map is not None:
             self._check_index(folder, weight_map)
+        self._present = frozenset(self._tensors)
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._tensors)
+        return self._present
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensor(name).shape
@@ -124,6 +125,7 @@ class SafetensorsReader(PlainReader):
         """The same files without some tensors."""
         other = copy.copy(self)
         other._tensors = {name: tensor for name, tensor in self._tensors.items() if name not in names}
+        other._present = frozenset(other._tensors)
         return other
 
     def raw_dtype(self, name: str) -> np.dtype | None:

@@ -205,6 +205,11 @@ class JaxBackend:
         )
 
 
+def group_products(config: EngineConfig, dtype: jnp.dtype, num_shards: int | None) -> BlockProducts:
+    """The kernels for matrices in groups on TPUs; none for other dtypes than bfloat16, and for layers in shards."""
+    return partial(group_product, devices=config.tp_size) if dtype == jnp.bfloat16 and num_shards is None else no_blocks
+
+
 def _block_products(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -213,15 +218,11 @@ def _block_products(
     dtype: jnp.dtype,
     num_shards: int | None,
 ) -> BlockProducts:
-    """The kernels for matrices in groups on TPUs, if the layers of a device are not computed in shards. On CPUs, those
-    for matrices that are also kept in blocks, of the model that `build` creates; none if the blocks would take too much
-    memory. Raises `ConfigError` if the options ask for blocks that are not supported."""
+    """The kernels for matrices in groups on TPUs. On CPUs, those for matrices that are also kept in blocks, of the
+    model that `build` creates; none if the blocks would take too much memory. Raises `ConfigError` if the options ask
+    for blocks that are not supported."""
     if device.platform == "tpu" and has_groups(config, checkpoint) and not asks_for_blocks(config):
-        return (
-            partial(group_product, devices=config.tp_size)
-            if dtype == jnp.bfloat16 and num_shards is None
-            else no_blocks
-        )
+        return group_products(config, dtype, num_shards)
     if not wants_blocks(config, checkpoint):
         return no_blocks
     rounded = rounds_activations(config)
@@ -381,9 +382,13 @@ def _least_of_nodes(available: int) -> int:
 
 
 def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
-    size = math.prod(parameter.shape) * parameter.dtype.itemsize
+    bits = 4 if parameter.dtype == jnp.int4 else 8 * parameter.dtype.itemsize
+    size = math.prod(parameter.shape) * bits // 8
     return size // count if "tensor" in partition_spec(parameter.axes) else size
 
 
 def _bytes_of_weights(model: Transformer, count: int) -> int:
-    return sum(_bytes_on_one_device(parameter, count) for parameter in parameters(model))
+    """Bytes of the weights on one device, with matrices in blocks and groups as their kernels read them."""
+    packed = nnx.clone(model)
+    packed.pack()
+    return sum(_bytes_on_one_device(parameter, count) for parameter in parameters(packed))

@@ -19,7 +19,7 @@ from sglang_jax.kernels.group_product_pallas import ROWS, GroupedWeights, Ref, c
 from sglang_jax.kernels.kv_storage import LANES
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, current_chip
 
-_LEAST_ROWS = 16
+LEAST_ROWS = 16
 """Rows of bfloat16 in a tile of vector memory."""
 
 
@@ -58,7 +58,7 @@ class ExpertTiles:
 
 def rows_of_tile(rows: int, experts: int) -> int:
     """Rows of a tile: a power of two, for the average rows of an expert."""
-    return min(ROWS, max(_LEAST_ROWS, 1 << max(-(-rows // experts) - 1, 0).bit_length()))
+    return min(ROWS, max(LEAST_ROWS, 1 << max(-(-rows // experts) - 1, 0).bit_length()))
 
 
 def multiply_experts_in_groups(
@@ -119,7 +119,7 @@ def filled_up(weights: GroupedWeights) -> GroupedWeights:
     """Weights of experts, arrays with an axis of these in front, with whole tiles of vector memory: libtpu copies other
     arrays in every step (0.0.51, for tpu7x)."""
     columns = -weights.levels.shape[2] % LANES
-    groups = -weights.scales.shape[1] % _LEAST_ROWS
+    groups = -weights.scales.shape[1] % LEAST_ROWS
 
     def filled(array: jax.Array, rows: int) -> jax.Array:
         return jnp.pad(array, ((0, 0), (0, rows), (0, columns)))

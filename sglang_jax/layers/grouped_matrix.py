@@ -80,7 +80,8 @@ class GroupedMatrix(nnx.Module):
 
     def pack(self) -> None:
         """Changes the loaded array, or its shape, to those that the kernel reads."""
-        self.arrays = _packed(self.arrays["values"], partial(packed_groups, self.product.kind), self.axes)
+        pack = partial(packed_groups, self.product.kind)
+        self.arrays = _packed(self.arrays["values"], pack, self.axes, self.product.devices)
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """`x [T, *in]` → float32 `[T, *out]`; see `Matrix`."""
@@ -129,18 +130,25 @@ class GroupedExperts(nnx.Module):
     def pack(self) -> None:
         """See `GroupedMatrix.pack`."""
         pack = jax.vmap(partial(packed_groups, self.product.kind))
-        self.arrays = _packed(self.arrays["values"], lambda blocks: filled_up(pack(blocks)), self.axes)
+        of_device = lambda blocks: filled_up(pack(blocks))  # noqa: E731
+        self.arrays = _packed(self.arrays["values"], of_device, self.axes, self.product.devices)
 
     def weights(self) -> GroupedWeights:
         """See `kernels.experts.ExpertGroups`."""
         return replace(_weights(self.product.kind, self.arrays), own_group=self.product.kind.weights)
 
 
-def _packed(blocks: Parameter, pack: Callable[[jax.Array], GroupedWeights], axes: tuple[Axis, ...]) -> nnx.Dict:
-    """The arrays that a kernel reads, with their axes, or their shapes, of loaded blocks."""
+def _packed(
+    blocks: Parameter, pack: Callable[[jax.Array], GroupedWeights], axes: tuple[Axis, ...], devices: int
+) -> nnx.Dict:
+    """The arrays that a kernel reads, with their axes, or their shapes, of loaded blocks. Each device packs its own."""
     values = blocks.get_value()
     if isinstance(values, jax.ShapeDtypeStruct):
-        packed = jax.eval_shape(pack, values)
+        own = jax.ShapeDtypeStruct(_on_devices(values.shape, blocks.axes, 1, devices), values.dtype)
+        packed = jax.tree.map(
+            lambda each: jax.ShapeDtypeStruct(_on_devices(each.shape, axes, devices, 1), each.dtype),
+            jax.eval_shape(pack, own),
+        )
     elif isinstance(values.sharding, NamedSharding):
         places = partition_spec(blocks.axes), partition_spec(axes)
         mesh = values.sharding.mesh
@@ -150,6 +158,12 @@ def _packed(blocks: Parameter, pack: Callable[[jax.Array], GroupedWeights], axes
     named = {"levels": packed.levels, "scales": packed.scales, "zeros": packed.zeros}
     found = {name: array for name, array in named.items() if array is not None}
     return nnx.Dict({name: Parameter(array, axes=axes, parts=(), role=None) for name, array in found.items()})
+
+
+def _on_devices(shape: Sequence[int], axes: Sequence[Axis], devices: int, before: int) -> tuple[int, ...]:
+    """The shape on `devices` of an array whose shape is that on `before` devices; each has a part of sharded axes."""
+    lengths = zip(shape, axes, strict=True)
+    return tuple(length * devices // before if MESH_AXIS[axis] else length for length, axis in lengths)
 
 
 def _weights(kind: GroupType, arrays: nnx.Dict) -> GroupedWeights:

@@ -119,13 +119,17 @@ class Transformer(nnx.Module):
     def repack(self, devices: int = 1) -> None:
         """Changes the weights, or their shapes, from the layout in which they are loaded and stored, the same on all
         platforms, to the one that the platform computes with, on `devices` devices."""
-        for _, module in nnx.iter_modules(self):
-            if isinstance(module, BlockMatrix | GroupedMatrix | GroupedExperts):
-                module.pack()
+        self.pack()
         if self.form.matrices:
             self.put_in_matrices()
         elif self.form.outputs_first and (devices == 1 or self.shards is not None):
             self.put_outputs_first()
+
+    def pack(self) -> None:
+        """Changes matrices in blocks and groups, or their shapes, from what is loaded to what their kernels read."""
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, BlockMatrix | GroupedMatrix | GroupedExperts):
+                module.pack()
 
     def put_in_matrices(self) -> None:
         """Gives every matrix of the layers one axis of inputs and one of outputs: see `PlatformLayout`."""

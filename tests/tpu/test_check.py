@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.hand_count import Hand
+from helpers.published_checkpoints import REPOSITORIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -264,6 +267,27 @@ def test_a_model_too_large_for_the_memory_is_refused(
     assert answer.verdict.startswith(f"DOES NOT FIT: {available} MiB of memory are available")
     assert f"{weights} MiB of weights" in answer.verdict
     assert answer.verdict.endswith(f"Would fit: {remedy}")
+
+
+def test_weights_in_groups_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    """DeepSeek-V3 as it is published, in blocks of float8, of which those of experts are widened. And a model in groups
+    of 4 bits on a chip whose vector memory has no room for the inputs of a down matrix, which is widened."""
+    deepseek, qwen = (
+        next(each for each in REPOSITORIES if each.name == name)
+        for name in ("deepseek-ai/DeepSeek-V3", "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4")
+    )
+    for number, repository in enumerate((deepseek, qwen)):
+        repository.write_config(tmp_path / str(number))
+    large, narrow = check_several(
+        ("--model", str(tmp_path / "0"), "--topology", "v6e:4x8", "--tp", "32", "--quick"),
+        ("--model", str(tmp_path / "1"), "--topology", "v4-8", "--mem-fraction-static", "0.1", "--quick"),
+    )
+    blocks = Hand(deepseek.fields, 32, blocks=True).weights()
+    assert f"after {blocks / 2**20:,.0f} MiB of weights" in large.error
+    model = qwen.unquantised()
+    bits = sum((16 if "down" in name else 4 + 16 / 128) * math.prod(shape) for name, shape in model.linear.items())
+    plain = sum(16 * math.prod(shape) for shape in model.plain.values())
+    assert f"after {(bits + plain) / 8 / 2**20:,.0f} MiB of weights" in narrow.error
 
 
 @pytest.mark.slow

@@ -36,6 +36,13 @@ def test_a_decode_step_is_memory_bound() -> None:
     assert bounds.seconds == bounds.memory == pytest.approx(bounds.hbm_bytes / 1638e9)
 
 
+def test_tables_are_not_quantised() -> None:
+    """Of a model in groups of 4 bits, the embeddings that are not looked up have two bytes a number."""
+    weights = LLAMA_TABLE * 2 + (LLAMA_WEIGHTS - 2 * LLAMA_TABLE) // 4
+    bounds = roofline(LLAMA, Work.decode(1, 0), V6E, tp=1, weight_bytes=weights, kv_bytes_per_token=0)
+    assert bounds.hbm_bytes == weights - LLAMA_TABLE + 2 * 4 * 128256
+
+
 def test_recurrent_states_are_read_and_written_once_for_each_row() -> None:
     def read(states: int) -> float:
         sizes = {"weight_bytes": LLAMA_WEIGHTS, "kv_bytes_per_token": LLAMA_KV, "state_bytes_per_row": states}

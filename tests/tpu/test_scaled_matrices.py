@@ -91,8 +91,8 @@ for inputs, outputs, part in (
         (64, inputs[0][1]), jnp.bfloat16, sharding=named_sharding(mesh, (Axis.TOKENS, inputs[0][0]))
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        multiply = jax.jit(lambda state, x: nnx.merge(graph, state).multiply(x))
-        print("PROGRAM", multiply.lower(shapes, x).compile().as_text())
+        compiled = jax.jit(lambda state, x: nnx.merge(graph, state).multiply(x)).lower(shapes, x).compile()
+        print("PROGRAM ARGUMENTS", compiled.memory_analysis().argument_size_in_bytes, compiled.as_text())
 """
 
 _WEIGHTS = 4096 * 2 * 8192
@@ -114,8 +114,13 @@ def test_they_are_widened_only_in_the_product() -> None:
 
 
 def test_each_device_multiplies_its_groups_by_the_kernel() -> None:
-    """In blocks of float16 scales, which are packed on the device; parts of inputs are summed."""
+    """In blocks of float16 scales, which are packed on the device; parts of inputs are summed. A quarter of the weights
+    takes as much memory as `tpu.check` counts: half a byte, and two for the scale and one for the zero of 32."""
     by_outputs, by_inputs = _programs(_GROUPS)
+    counts = [int(size) for program in (by_outputs, by_inputs) for size in re.findall(r"^ ARGUMENTS (\d+)", program)]
+    weights = [2048 * 2 * 4096 // 4, 4096 * 2048 // 4]
+    inputs = [64 * 2048 * 2, 64 * 4096 * 2 // 4]
+    assert counts == [size // 2 + size // 32 * 3 + own for size, own in zip(weights, inputs, strict=True)]
     for program, levels in ((by_outputs, "s4[2048,2048]"), (by_inputs, "s4[1024,2048]")):
         assert levels in program
         assert program.count('custom_call_target="tpu_custom_call"') == 1
