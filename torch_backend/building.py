@@ -100,7 +100,7 @@ class TorchBackend:
         by_kernels = all(layer.attention is not None for layer in models.main.config.layers) and not latents
         stay = _bfloat16_of(config, device, models.main, models.quantization)
         alone = by_kernels and len(models.all) == 1
-        own_threads = alone and _only_kernels(config, models.main, stay)
+        own_threads = alone and _only_kernels(config, models.main, models.quantization, stay)
         form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds, bool(stay), own_threads)
         kernels = choose_kernels(
             config.attention_backend,
@@ -133,7 +133,7 @@ class TorchBackend:
             # If kernels multiply all matrices, what is left for torch's operations is small, and waiting for all of
             # their threads is not, if other processes use the cores. Other weights may replace them later.
             stay = self._bfloat16_weights(checkpoint, quantization)
-            alone = _only_kernels(self.config, checkpoint, () if stay is None else stay.names)
+            alone = _only_kernels(self.config, checkpoint, quantization, () if stay is None else stay.names)
             torch.set_num_threads(1 if alone else self.kernels.threads.size)
         build = self._builder(checkpoint, quantization, self.num_shards)
         grouped = self._keeps_groups and has_groups(self.config, checkpoint)
@@ -301,12 +301,14 @@ def _bfloat16_of(
     return matrices_in_bfloat16(checkpoint, quantization)
 
 
-def _only_kernels(config: EngineConfig, checkpoint: Checkpoint, stay: Collection[ParameterName]) -> bool:
+def _only_kernels(
+    config: EngineConfig, checkpoint: Checkpoint, quantization: Quantization | None, stay: Collection[ParameterName]
+) -> bool:
     """Whether kernels with their own threads multiply all matrices of a model, those that `stay` in bfloat16 or those
     in blocks."""
     if only_bfloat16(checkpoint.config, stay):
         return not config.batch_invariant
-    return rounds_activations(config) and only_blocks(checkpoint)
+    return rounds_activations(config) and only_blocks(checkpoint, quantization)
 
 
 def _block_matrices(

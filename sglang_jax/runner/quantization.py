@@ -92,13 +92,16 @@ def require_kernels_for_groups(config: EngineConfig, needed: str) -> None:
         raise ConfigError(f"quantization int4 needs {needed}; or choose int8")
 
 
-def only_blocks(checkpoint: Checkpoint) -> bool:
-    """Whether all matrices can stay in blocks: each is in blocks, and none is of an expert."""
-    if not has_blocks(checkpoint):
+def only_blocks(checkpoint: Checkpoint, quantization: Quantization | None = None) -> bool:
+    """Whether kernels for integers can multiply all matrices, except routers, which are small."""
+    if checkpoint.reader is None:
         return False
-    encodings = encodings_of(checkpoint, None)
-    matrices = [spec for spec in manifest_of(checkpoint.config).specs.values() if spec.is_matrix]
-    return not any(spec.places or encodings(spec.name) is None for spec in matrices)
+    encodings, others = encodings_of(checkpoint, quantization), {Part.ROUTER, Part.SHARED_ROUTER}
+    if not checkpoint.config.tie_word_embeddings:
+        others.add(Part.EMBEDDING)
+    specs = manifest_of(checkpoint.config).specs.values()
+    found = [encodings(spec.name) for spec in specs if spec.is_matrix and spec.name.part not in others]
+    return all(encoding is not None and _of_integers(encoding.values) for encoding in found)
 
 
 def rounds_activations(config: EngineConfig) -> bool:
