@@ -45,6 +45,7 @@ class Section:
 SECTIONS = {
     "check-operations": Section("check_operations", 90, "fused operations are right"),
     "check-products": Section("check_products", 120, "products with 8 bits are right"),
+    "check-groups": Section("check_groups", 120, "products with matrices and experts in groups are right"),
     "check-experts": Section("check_experts", 90, "layers with experts are right"),
     "check-sampling": Section("check_sampling", 60, "sampled tokens are right"),
     "check-attention": Section("check_attention", 240, "attention is right"),

@@ -83,6 +83,7 @@ def test_a_dry_run_prints_and_writes_its_results(tmp_path: Path) -> None:
         ("check_operations", {"what", "ok"}),
         ("check_attention", {"what", "ok"}),
         ("check_products", {"what", "ok"}),
+        ("check_groups", {"what", "ok"}),
         ("check_experts", {"what", "ok"}),
         ("check_sampling", {"what", "ok"}),
         ("decode_speed", {"us", "share of copy"}),
@@ -101,7 +102,15 @@ def test_every_section_runs_on_native_operations(load: Any, name: str, columns: 
 
 @pytest.mark.parametrize(
     "name",
-    ["check_operations", "check_products", "products_speed", "check_sampling", "check_attention", "sampling_speed"],
+    [
+        "check_operations",
+        "check_products",
+        "check_groups",
+        "products_speed",
+        "check_sampling",
+        "check_attention",
+        "sampling_speed",
+    ],
 )
 def test_kernels_run_in_the_interpreter(load: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module = load(name)
@@ -183,6 +192,28 @@ def test_a_wrong_product_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) ->
             else:
                 assert not any(row["ok"] for row in rows if "itself" in row["what"])
                 assert any("itself" in row["what"] for row in rows) is (product.alike > 0)
+
+
+def test_a_wrong_product_in_groups_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of the next output, of a matrix and of experts; and a product that differs with the number of rows."""
+    module = load("check_groups")
+    bench = load("bench").Bench(CPU, small=True, kernels_name="triton")
+    for name in ("_multiply", "_multiply_experts"):
+        right = getattr(module, name)
+
+        def shifted(bench: Any, x: torch.Tensor, weights: Any, *rest: Any, right: Any = right) -> torch.Tensor:
+            return right(bench, x, replace(weights, scales=weights.scales.roll(1, 1)), *rest)
+
+        def uneven(bench: Any, x: torch.Tensor, *rest: Any, right: Any = right) -> torch.Tensor:
+            return right(bench, x, *rest) * (1 + 0.004 * (len(x) > 1))
+
+        for faulty, alone in ((shifted, False), (uneven, True)):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, faulty)
+                rows = rows_of(module, bench)
+            own = [row for row in rows if ("(" in row["case"]) is (name == "_multiply_experts")]
+            assert not any(row["ok"] for row in own if ("itself" in row["what"]) is alone)
+            assert all(row["ok"] for row in rows if row not in own)
 
 
 class WideWindow:

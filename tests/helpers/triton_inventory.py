@@ -18,6 +18,7 @@ from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import Partials, decode_attention, plan_decode
+from torch_backend.kernels.expert_product import expert_product, expert_tile, tile_table
 from torch_backend.kernels.extend_attention import Sums, extend_attention, form_of
 from torch_backend.kernels.extend_plan import plan_extend
 from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
@@ -44,6 +45,7 @@ _PROMPT_TOKENS = 4096
 _SHORT_CHUNK = 16  # of one sequence: so few blocks that programs split their keys
 _LONGEST = 32_768
 _META = torch.device("meta")
+_MXFP4 = GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
 _INTEGERS = (KVForm(torch.int8, torch.bfloat16), KVForm(torch.int8, torch.int8))
 
 
@@ -87,6 +89,8 @@ REPRESENTATIVE = (
     "integer_product: bfloat16, 16 rows, 4096 x 4096: ",
     "group_product: bfloat16, int4 in groups of 128, 16 rows, 4096 x 4096: ",
     "group_product: bfloat16, int4 in groups of 64 with zeros, 64 rows, 4096 x 4096: ",
+    "group_product: bfloat16, float4_e2m1fn in groups of 32, 16 rows, 4096 x 4096: ",
+    "expert_product: bfloat16, float4_e2m1fn in groups of 32, 64 rows, 32 x 5760 x 2880, bias: ",
     "fixed_product: bfloat16, bfloat16, 4096 x 4096: ",
     "fixed_product: float32, float32, 4096 x 4096: ",
 )
@@ -110,6 +114,7 @@ def shipped_kernels() -> list[ShippedKernel]:
         *_scaled_products(),
         *_integer_products(),
         *_group_products(),
+        *_expert_products(),
         *_fixed_products(),
     ]
 
@@ -402,10 +407,12 @@ def _group_products() -> Iterator[ShippedKernel]:
         GroupType(Levels.INT8, 128, scales),
         GroupType(Levels.INT8, 32, scales, zeros=True),
         GroupType(Levels.FLOAT8_E4M3, 128, Scales.FLOAT32),
+        _MXFP4,
     ]
     for kind in kinds:
         for rows in (16, 32, 64, 1024):
             yield _group_product(torch.bfloat16, kind, rows, 4096, False)
+    yield _group_product(torch.float16, _MXFP4, 16, 4096, False)
     with_zeros = GroupType(integers, 128, Scales.FLOAT16, zeros=True)
     for rows in (16, 64):
         yield _group_product(torch.float16, with_zeros, rows, 4096, False)
@@ -415,18 +422,50 @@ def _group_products() -> Iterator[ShippedKernel]:
 def _group_product(dtype: torch.dtype, kind: GroupType, rows: int, outputs: int, has_bias: bool) -> ShippedKernel:
     inputs = 4096
     bias = _empty(dtype, outputs) if has_bias else None
-    small, groups = kind.levels is Levels.INT4, (inputs // kind.weights, outputs)
-    stored = {Levels.INT4: torch.int16, Levels.INT8: torch.int8, Levels.FLOAT8_E4M3: torch.float8_e4m3fn}[kind.levels]
 
     def launch(chip: Chip) -> object:
-        levels = _empty(stored, outputs, inputs // (4 if small else 1))
-        zeros = _empty(torch.uint8 if small else torch.int8, *groups) if kind.zeros else None
-        scales = _empty(vars(torch)[kind.scales.value], *groups)
-        weights = GroupedWeights(levels, scales, zeros, kind.weights)
-        return group_product(_empty(dtype, rows, inputs), weights, bias, chip)
+        return group_product(_empty(dtype, rows, inputs), _grouped(kind, outputs, inputs), bias, chip)
 
     words = f"{_name(dtype)}, {kind.value}, {rows} rows, {outputs} x {inputs}" + (", bias" if has_bias else "")
     return ShippedKernel("group_product", words, launch)
+
+
+def _grouped(kind: GroupType, outputs: int, inputs: int) -> GroupedWeights:
+    small, groups = kind.levels.bits == 4, (inputs // kind.weights, outputs)
+    stored = {Levels.INT8: torch.int8, Levels.FLOAT8_E4M3: torch.float8_e4m3fn}.get(kind.levels, torch.int16)
+    levels = _empty(stored, outputs, -(-inputs // 256) * 64 if small else inputs)
+    zeros = _empty(torch.uint8 if small else torch.int8, *groups) if kind.zeros else None
+    scales = torch.uint8 if kind.scales is Scales.POWER_OF_TWO else vars(torch)[kind.scales.value]
+    return GroupedWeights(levels, _empty(scales, *groups), zeros, kind.weights, kind.levels is Levels.FLOAT4_E2M1)
+
+
+def _expert_products() -> Iterator[ShippedKernel]:
+    """Of gpt-oss, and of Qwen3 with 128 experts, of which a token chooses 8."""
+    for tokens in (16, 128, 256, 1024):
+        yield _expert_product(torch.bfloat16, _MXFP4, tokens * 4, (32, 5760, 2880), True)
+    kinds = [
+        *(GroupType(Levels.INT4, 128, Scales.BFLOAT16, zeros) for zeros in (False, True)),
+        GroupType(Levels.INT8, 128, Scales.BFLOAT16),
+        GroupType(Levels.FLOAT8_E4M3, 128, Scales.FLOAT32),
+    ]
+    for kind in kinds:
+        for tokens in (16, 4096):
+            yield _expert_product(torch.bfloat16, kind, tokens * 8, (128, 1536, 2048), False)
+
+
+def _expert_product(
+    dtype: torch.dtype, kind: GroupType, rows: int, shape: tuple[int, int, int], has_bias: bool
+) -> ShippedKernel:
+    experts, outputs, inputs = shape
+
+    def launch(chip: Chip) -> object:
+        weights, sizes = _grouped(kind, experts * outputs, inputs), _empty(torch.int32, experts)
+        table = tile_table(sizes, rows, expert_tile(rows, experts, weights, chip).rows, chip)
+        bias = _empty(dtype, experts, outputs) if has_bias else None
+        return expert_product(_empty(dtype, rows, inputs), weights, bias, table, experts, chip)
+
+    words = f"{_name(dtype)}, {kind.value}, {rows} rows, {experts} x {outputs} x {inputs}"
+    return ShippedKernel("expert_product", words + (", bias" if has_bias else ""), launch)
 
 
 def _fixed_products() -> Iterator[ShippedKernel]:

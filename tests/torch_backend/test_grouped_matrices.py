@@ -17,6 +17,7 @@ from triton.errors import TritonError
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from torch_backend.kernels.group_layout import GroupedWeights
 from torch_backend.layers import grouped
+from torch_backend.layers.expert_matrices import GroupedExperts
 from torch_backend.layers.grouped import GroupedMatrix, multiply_widened, pack_blocks, product_for
 from torch_backend.weights import matrices_as_stored, weight_bytes
 
@@ -30,6 +31,7 @@ KINDS = [
         (Levels.FLOAT8_E4M3, False),
     )
 ]
+MXFP4 = GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
 
 
 def blocks_of(kind: GroupType, outputs: int, groups: int) -> torch.Tensor:
@@ -39,19 +41,23 @@ def blocks_of(kind: GroupType, outputs: int, groups: int) -> torch.Tensor:
     zeros = random.integers(0, 17, (outputs, groups), np.uint8)
     if kind.levels is Levels.FLOAT8_E4M3:
         levels[levels & 127 == 127] = 0
-    scales = random.uniform(-2, 2, (outputs, groups)).astype(kind.scales.dtype)
+    scales = random.uniform(-2, 2, (outputs, groups))
+    if kind.scales is Scales.POWER_OF_TWO:
+        scales = 2.0 ** np.rint(4 * scales)
+    scales = scales.astype(kind.scales.dtype)
     dtype = kind.levels.dtype
     return torch.from_numpy(kind.join(levels.view(dtype), scales, zeros.view(dtype) if kind.zeros else None))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.value}")
+@pytest.mark.parametrize("kind", [*KINDS, MXFP4], ids=lambda kind: f"{kind.value}")
 def test_blocks_are_rearranged_without_a_change(kind: GroupType) -> None:
     blocks = blocks_of(kind, 5, 3)
     exact = kind.unpack(blocks.numpy())
     numbers = torch.tensor([3, 0, 3], dtype=torch.int32)
     weights = pack_blocks(kind, blocks)
-    levels = exact.levels.reshape(5, 3, -1).astype(np.float32) - exact.zero
     offsets = 0 if exact.offsets is None else np.rint(exact.offsets / exact.scales)[..., None]
+    levels = np.array(exact.table)[exact.levels] if exact.table else exact.levels
+    levels = levels.reshape(5, 3, -1).astype(np.float32) - exact.zero
     expected = torch.from_numpy(((levels + offsets) * exact.scales[..., None]).reshape(5, -1))
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(weights.widened(dtype), expected.to(dtype))
@@ -70,17 +76,18 @@ ALL = ("qwen3", {"head_dim": 32, "intermediate_size": 96})
         (Grouped.AWQ, *ALL, 8),
         (Grouped.FP8, *ALL, 8),
         (Grouped.GPTQ_ORDER, *ALL, 0),
-        (Grouped.INT4, "qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 32}, 4),  # experts are widened
+        (Grouped.INT4, "qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 32}, 8),
+        (Grouped.MXFP4, "gpt_oss", {"hidden_size": 64, "intermediate_size": 96}, 4),  # of experts only
     ],
 )
 def test_a_model_computes_as_with_widened_matrices(
     kind: Grouped, architecture: str, changes: dict[str, Any], kept: int, tmp_path: Path
 ) -> None:
-    """And its matrices are in memory once, in groups: four for each of two layers."""
+    """And its matrices are in memory once, in groups: four for each of two layers, of which two may be of experts."""
     weights = make_grouped_checkpoint(tmp_path / "a", architecture, kind, **changes)
     plain = TorchPagedModel(write_plain_twin(tmp_path / "a", weights, tmp_path / "b"))
     model = TorchPagedModel(tmp_path / "a", keeps_groups=True)
-    found = [each for each in model.model.modules() if isinstance(each, GroupedMatrix)]
+    found = [each for each in model.model.modules() if isinstance(each, GroupedMatrix | GroupedExperts)]
     assert len(found) == kept
     assert all(each.values.is_meta for each in found)
     if kept:

@@ -81,7 +81,7 @@ def test_products_run_on_the_matrix_units_of_the_chip(chip: int, instruction: st
     unit multiplies float32 without rounding it first."""
     kernels = (" multiply_tiles", " multiply_groups")
     rows = {name: row for name, row in rows_of(RECORDED, f"sm_{chip} ").items() if name.endswith(kernels)}
-    kinds = {"scaled_product:", "integer_product:", "fixed_product:", "group_product:"}
+    kinds = {"scaled_product:", "integer_product:", "fixed_product:", "group_product:", "expert_product:"}
     assert {name.split()[1] for name in rows} == kinds
     for name, row in rows.items():
         wanted = "mma" if chip == 100 and "integer_product" in name else instruction
@@ -138,6 +138,7 @@ def test_small_kernels_start_while_the_one_before_ends_where_the_chip_can() -> N
         "multiply_tiles",
         "multiply_groups",
         "add_splits",
+        "plan_tiles",
     )
     rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith(names)}
     assert {name.split()[0] for name in rows} == {f"sm_{chip}" for chip in SHARED_MEMORY}
@@ -182,6 +183,11 @@ def test_representative_kernels_compile_to_what_the_table_says() -> None:
     # per kilobyte of levels
     grouped = "sm_90 group_product: bfloat16, int4 in groups of 128, 16 rows, 4096 x 4096: multiply_groups"
     assert compiled.kernels[grouped].loops[0] * compiled.kernels[grouped].warps / 8 < 250
+    floats = "group_product: bfloat16, float4_e2m1fn in groups of 32, 16 rows, 4096 x 4096"
+    experts = "expert_product: bfloat16, float4_e2m1fn in groups of 32, 64 rows, 32 x 5760 x 2880, bias"
+    for each in (floats, experts):
+        figures = compiled.kernels[f"sm_90 {each}: multiply_groups"]
+        assert figures.loops[0] * figures.warps / 4 < 465
     integers = compiled.kernels["sm_90 integer_product: bfloat16, 16 rows, 4096 x 4096: multiply_tiles"]
     assert integers.loops[0] * integers.warps / 8 < 60
     assert bfloat16.loops[0] * bfloat16.warps / 32 < 80

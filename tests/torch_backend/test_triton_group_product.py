@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +9,7 @@ from types import ModuleType
 import helpers.triton_interpreter
 import pytest
 import torch
+from helpers.triton_groups import FLOAT4, FLOAT8, INT8, KINDS, NIBBLES, broken, float4, matrix, numbers, scales_of
 from helpers.triton_interpreter import dependent_launches, shuffled_programs
 from torch.nn import functional
 from triton.runtime.errors import InterpreterError
@@ -25,30 +22,6 @@ from torch_backend.kernels.group_product import group_product
 assert helpers.triton_interpreter
 
 CHIP = Chip(90, 132)
-NIBBLES, INT8, FLOAT8 = torch.uint8, torch.int8, torch.float8_e4m3fn
-KINDS = [(NIBBLES, False), (NIBBLES, True), (INT8, False), (INT8, True), (FLOAT8, False)]
-
-
-def numbers(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    return torch.randn((rows, columns), generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def matrix(
-    outputs: int, inputs: int, group: int, levels: torch.dtype, zeros: bool, scales: torch.dtype = torch.bfloat16
-) -> tuple[torch.Tensor, GroupedWeights]:
-    """Float64 weights, and the same ones packed. Levels are all of a type; neighbouring scales are very different."""
-    random, groups = torch.Generator().manual_seed(1), (outputs, inputs // group)
-    if levels == FLOAT8:
-        found = (40 * torch.randn((outputs, inputs), generator=random)).clamp(-448, 448).to(levels)
-    else:
-        least, most = (0, 16) if levels == NIBBLES else (-128, 128)
-        found = torch.randint(least, most, (outputs, inputs), generator=random).to(levels)
-    sizes = 10.0 ** (torch.arange(groups[0] * groups[1]).view(groups) % 3 - 2)
-    scale = (sizes * (1 + torch.rand(groups, generator=random))).to(scales)
-    zero = torch.randint(0, 17, groups, generator=random).to(levels) if zeros else None
-    subtracted = 8.0 if levels == NIBBLES and zero is None else 0.0 if zero is None else zero.double()[..., None]
-    weights = (found.double().view(*groups, group) - subtracted) * scale.double()[..., None]
-    return weights.view(outputs, inputs), pack_groups(found, scale, zero, group)
 
 
 def assert_right(
@@ -62,8 +35,7 @@ def assert_right(
     weights, packed = stored
     found: torch.Tensor = some.group_product(x, packed, bias, chip)
     exact = functional.linear(x.double(), weights, None if bias is None else bias.double())
-    most = packed.scales.t().double()[..., None].expand(-1, -1, packed.group).reshape(weights.shape)
-    magnitude = functional.linear(x.double().abs(), weights.abs() + 16 * most) + exact.abs()
+    magnitude = functional.linear(x.double().abs(), weights.abs() + 16 * scales_of(packed)) + exact.abs()
     assert found.dtype == x.dtype
     error = (found.double() - exact).abs()
     assert (error <= torch.finfo(x.dtype).eps / 2 * exact.abs() + 2e-6 * magnitude).all()
@@ -91,6 +63,18 @@ def test_packed_weights_are_unpacked_exactly(levels: torch.dtype, zeros: bool, d
         assert torch.equal(packed.widened(dtype), weights.float().to(dtype))
 
 
+@pytest.mark.parametrize(("dtype", "first", "count"), [(torch.bfloat16, 0, 255), (torch.float16, 117, 16)])
+def test_every_float_of_4_bits_times_every_power_of_two_is_exact(dtype: torch.dtype, first: int, count: int) -> None:
+    """Each row of inputs chooses a level; an output for each scale. In float16, those that it can hold."""
+    levels = torch.arange(16, dtype=NIBBLES).repeat(count, 2)
+    exponents = (first + torch.arange(count)[:, None]).to(NIBBLES)
+    packed = pack_groups(levels, exponents, None, 32, floats=True)
+    for size in (1.0, 2.0**60) if dtype == torch.bfloat16 else (1.0,):
+        x = size * torch.eye(16, 32, dtype=dtype)
+        exact = float4(levels, exponents)[:, :16].t() * size
+        assert torch.equal(group_product(x, packed, None, CHIP), exact.to(dtype))
+
+
 def test_a_weight_takes_little_more_than_its_bits() -> None:
     def bytes_per_weight(group: int, levels: torch.dtype, zeros: bool) -> float:
         return matrix(64, 512, group, levels, zeros)[1].nbytes / (64 * 512)
@@ -98,6 +82,7 @@ def test_a_weight_takes_little_more_than_its_bits() -> None:
     assert bytes_per_weight(128, NIBBLES, False) == (64 + 2) / 128 <= 0.56
     assert bytes_per_weight(128, NIBBLES, True) == (64 + 2 + 1) / 128 <= 0.56
     assert bytes_per_weight(32, NIBBLES, False) == (16 + 2) / 32
+    assert bytes_per_weight(32, FLOAT4, False) == (16 + 1) / 32
     assert bytes_per_weight(128, INT8, False) == (128 + 2) / 128
 
 
@@ -148,6 +133,10 @@ def test_no_rows_launch_nothing_and_other_shapes_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             pack_groups(*wrong)
+    with pytest.raises(ValueError, match="have no zeros"):
+        pack_groups(levels, scales, levels[:, :2], 64, floats=True)
+    with pytest.raises(ValueError, match=r"are uint8, got torch\.int8"):
+        pack_groups(levels.to(INT8), scales, None, 64, floats=True)
 
 
 @pytest.mark.parametrize("inputs", [256, 1280])
@@ -164,26 +153,6 @@ def test_programs_wait_before_they_access_other_kernels_outputs(inputs: int) -> 
 # -- Planted faults ----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def broken(tmp_path: Path, right: str, wrong: str) -> Iterator[ModuleType]:
-    """The module with a planted fault."""
-    assert module.__file__ is not None
-    source = Path(module.__file__).read_text()
-    assert right in source
-    file = tmp_path / "broken_group_product.py"
-    file.write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = found
-    try:
-        spec.loader.exec_module(found)
-        yield found
-    finally:
-        del sys.modules[file.stem]
-
-
 FAULTS = {
     "parts of a word swapped": ("words >> (4 * part)", "words >> (4 * (3 - part))"),
     "neighbours swapped": (
@@ -194,17 +163,21 @@ FAULTS = {
     "a constant zero off by one": ("136.0", "137.0"),
     "the scale of the next group": ("at = (start // GROUP)", "at = (start // GROUP + (start + GROUP < last))"),
     "the scale of the next output": (
-        "* outputs + output\n    return",
-        "* outputs + (output + 1) % outputs\n    return",
+        "* width + output\n    return",
+        "* width + (output + 1) % width\n    return",
     ),
     "scales of the tile before": ("behind = start + INPUTS", "behind = start"),
     "sums of inputs of a part, not of the group": (
         "COMPUTE), tokens, of_ones)",
         "COMPUTE), tokens)",
     ),
-    "scales past the last group": ("mask=(output < outputs) & (start < last)", "mask=output < outputs"),
+    "scales past the last group": ("mask=wanted & (start < last)", "mask=wanted"),
     "outputs past the last": ("mask=wanted_outputs[:, None],", "mask=None,"),
     "the splits overlap": ("first = split * length", "first = split * INPUTS"),
+    "the sign of a float is lost": ("& -0x7FFF8000", "& 0x7F"),
+    "a float's bits one place off": ("words << (6 - 4 * part)", "words << (7 - 4 * part)"),
+    "a float's exponent off by one": ("2.0**126", "2.0**125"),
+    "the smallest power of two is 0": ("tl.where(scale == 0, 0x00400000, ", "tl.where(scale == 0, 0, "),
     "the bias is subtracted": ("sums += tl.load(bias", "sums -= tl.load(bias"),
 }
 
@@ -213,11 +186,15 @@ FAULTS = {
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     def check(some: ModuleType) -> None:
         for outputs, inputs in ((7, 1280), (65, 384)):
+            bias = numbers(1, outputs)[0]
             for zeros in (False, True):
-                bias = numbers(1, outputs)[0]
                 assert_right(numbers(3, inputs), matrix(outputs, inputs, 128, NIBBLES, zeros), bias, some=some)
+        smallest = torch.zeros((5, 4), dtype=NIBBLES)
+        levels = torch.arange(16, dtype=NIBBLES).repeat(5, 8)
+        packed = pack_groups(levels, smallest, None, 32, floats=True)
+        assert_right(2.0**100 * numbers(3, 128), (float4(levels, smallest), packed), some=some)
 
     if fault == min(FAULTS):
         check(module)
-    with broken(tmp_path, *FAULTS[fault]) as faulty, pytest.raises((AssertionError, InterpreterError)):
+    with broken(module, tmp_path, *FAULTS[fault]) as faulty, pytest.raises((AssertionError, InterpreterError)):
         check(faulty)

@@ -47,31 +47,59 @@ def group_product(x: torch.Tensor, weights: GroupedWeights, bias: torch.Tensor |
     """Multiplies a contiguous `x [T, inputs]`, bfloat16 or float16, by the weights: `[T, outputs]` in the dtype of x.
     Sums are float32; `bias [outputs]` is added and the result rounded once. Raises `ValueError` for other shapes and
     dtypes."""
+    check_inputs(x, weights)
+    rows, outputs, inputs = len(x), weights.outputs, weights.inputs
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    tile = group_tile(rows, weights, chip)
+    length = split_length(rows, outputs, inputs, tile)
+    splits = triton.cdiv(inputs, length)
+    sums = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device) if splits > 1 else out
+    launch(x, weights, bias, None, sums, outputs, length, splits, tile, chip)
+    if splits > 1:
+        add_and_scale(sums, None, None, bias, out, chip.dependent_launches)
+    return out
+
+
+def check_inputs(x: torch.Tensor, weights: GroupedWeights) -> None:
+    """Raises `ValueError` for inputs that the kernel would misread."""
     if x.shape[1:] != (weights.inputs,) or not x.is_contiguous():
         raise ValueError(
             f"x is {list(x.shape)} with strides {list(x.stride())}; wanted is contiguous [T, {weights.inputs}]"
         )
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"there is no product of {x.dtype} and weights in groups")
-    rows, outputs, inputs = len(x), weights.outputs, weights.inputs
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    if not rows:
-        return out
+
+
+def launch(
+    x: torch.Tensor,
+    weights: GroupedWeights,
+    bias: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    target: torch.Tensor,
+    outputs: int,
+    length: int,
+    splits: int,
+    tile: ProductTile,
+    chip: Chip,
+) -> None:
+    """Launches `multiply_groups`: a program for each tile of rows (of the table `tiles`, if there is one), of
+    `outputs`, and split."""
     levels = weights.levels.view(torch.int32) if weights.bits == 4 else readable(weights.levels, chip)
-    tile = group_tile(rows, weights, chip)
-    length = split_length(rows, outputs, inputs, tile)
-    splits = triton.cdiv(inputs, length)
-    sums = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device) if splits > 1 else out
-    multiply_groups[(triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs), splits)](
+    of_rows = triton.cdiv(len(x), tile.rows) if tiles is None else len(tiles)
+    multiply_groups[(of_rows, triton.cdiv(outputs, tile.outputs), splits)](
         x,
         levels,
         weights.scales,
         weights.zeros,
         bias,
-        sums,
-        rows,
+        tiles,
+        target,
+        len(x),
         outputs,
-        inputs,
+        weights.outputs,
+        weights.inputs,
         levels.shape[1],
         length,
         SPLIT=splits > 1,
@@ -81,15 +109,13 @@ def group_product(x: torch.Tensor, weights: GroupedWeights, bias: torch.Tensor |
         GROUP=weights.group,
         PART=part_of(weights.group) if weights.bits == 4 else weights.group,
         BITS=weights.bits,
+        FLOATS=weights.floats,
         COMPUTE=TRITON_TYPES[x.dtype],
         DEPENDENT=chip.dependent_launches,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=chip.dependent_launches,
     )
-    if splits > 1:
-        add_and_scale(sums, None, None, bias, out, chip.dependent_launches)
-    return out
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -99,9 +125,11 @@ def multiply_groups(
     scales,
     zeros,
     bias,
+    tiles,
     target,
     rows,
     outputs,
+    all_outputs,
     inputs,
     row_length,
     length,
@@ -112,15 +140,36 @@ def multiply_groups(
     GROUP: tl.constexpr,
     PART: tl.constexpr,
     BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
     COMPUTE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Computes a tile of the product `[rows, outputs]`, or with `SPLIT` of a split's sums, `[splits, rows, outputs]`.
-    `row_length`: of levels. A tile has parts of `PART` inputs; scales are read one tile ahead."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    `row_length`: of levels. A tile has parts of `PART` inputs; scales are read one tile ahead.
+
+    With `tiles`, a table of `kernels.expert_product`, weights are those of all experts, `all_outputs` of them with
+    `outputs` each, and a tile of rows belongs to one expert.
+    """
     split = tl.program_id(2)
-    wanted_outputs, wanted_rows = output < outputs, row < rows
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    if tiles is None:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        wanted_rows, width = row < rows, outputs
+    else:
+        after_previous(DEPENDENT)
+        entry = tiles + 3 * tl.program_id(0)
+        expert, first_row, last_row = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        if first_row >= last_row:
+            return
+        row = first_row + tl.arange(0, ROWS)
+        wanted_rows, width = row < last_row, all_outputs
+        levels += expert.to(tl.int64) * outputs * row_length
+        scales += expert * outputs
+        if zeros is not None:
+            zeros += expert * outputs
+        if bias is not None:
+            bias += expert * outputs
+    wanted_outputs = output < outputs
     row_starts, output_starts = row.to(tl.int64) * inputs, output.to(tl.int64) * row_length
     lanes = tl.arange(0, PART)
     PARTS: tl.constexpr = INPUTS // PART
@@ -128,9 +177,10 @@ def multiply_groups(
     SUBTRACTED: tl.constexpr = 8.0 if BITS == 4 else 0.0
     first = split * length
     last = tl.minimum(first + length, inputs)
-    own_scales = _of_groups(scales, first, last, output, outputs, GROUP, INPUTS)
-    own_zeros = _of_groups(zeros, first, last, output, outputs, GROUP, INPUTS)
-    after_previous(DEPENDENT)
+    own_scales = _of_groups(scales, first, last, output, wanted_outputs, width, GROUP, INPUTS)
+    own_zeros = _of_groups(zeros, first, last, output, wanted_outputs, width, GROUP, INPUTS)
+    if tiles is None:
+        after_previous(DEPENDENT)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in range(first, last, INPUTS):
         if BITS == 4:
@@ -147,7 +197,7 @@ def multiply_groups(
                 x + row_starts[None, :] + place[:, None], mask=wanted_rows[None, :] & inside[:, None], other=0.0
             )
             if BITS == 4:
-                weights = _from_nibbles(words, part, COMPUTE)
+                weights = _from_floats(words, part, COMPUTE) if FLOATS else _from_nibbles(words, part, COMPUTE)
             else:
                 stored = tl.load(
                     levels + output_starts[:, None] + place[None, :],
@@ -167,10 +217,10 @@ def multiply_groups(
                     zero = own_zeros[part // PER_GROUP].to(tl.float32)
                     products -= (zero - SUBTRACTED)[:, None] * of_ones
                 scale = own_scales[part // PER_GROUP]
-                sums += products * scale.to(tl.float32)[:, None]
+                sums += products * _wide(scale)[:, None]
         behind = start + INPUTS
-        own_scales = _of_groups(scales, behind, last, output, outputs, GROUP, INPUTS)
-        own_zeros = _of_groups(zeros, behind, last, output, outputs, GROUP, INPUTS)
+        own_scales = _of_groups(scales, behind, last, output, wanted_outputs, width, GROUP, INPUTS)
+        own_zeros = _of_groups(zeros, behind, last, output, wanted_outputs, width, GROUP, INPUTS)
     wanted = wanted_outputs[:, None] & wanted_rows[None, :]
     at = row.to(tl.int64)[None, :] * outputs + output[:, None]
     if SPLIT:
@@ -182,27 +232,27 @@ def multiply_groups(
 
 
 @triton.jit
-def _of_groups(numbers, start, last, output, outputs, GROUP: tl.constexpr, INPUTS: tl.constexpr):
+def _of_groups(numbers, start, last, output, wanted, width, GROUP: tl.constexpr, INPUTS: tl.constexpr):
     """Scales or zeros `[OUTPUTS]` of the one, two or four groups of the tile at `start`, in front of three others; 0
     for groups from `last` on."""
     COUNT: tl.constexpr = INPUTS // GROUP
     if numbers is None:
         return 0, 0, 0, 0
     else:
-        first = _of_group(numbers, start, last, output, outputs, GROUP)
+        first = _of_group(numbers, start, last, output, wanted, width, GROUP)
         second, third, fourth = first, first, first
         if COUNT > 1:
-            second = _of_group(numbers, start + GROUP, last, output, outputs, GROUP)
+            second = _of_group(numbers, start + GROUP, last, output, wanted, width, GROUP)
         if COUNT > 2:
-            third = _of_group(numbers, start + 2 * GROUP, last, output, outputs, GROUP)
-            fourth = _of_group(numbers, start + 3 * GROUP, last, output, outputs, GROUP)
+            third = _of_group(numbers, start + 2 * GROUP, last, output, wanted, width, GROUP)
+            fourth = _of_group(numbers, start + 3 * GROUP, last, output, wanted, width, GROUP)
         return first, second, third, fourth
 
 
 @triton.jit
-def _of_group(numbers, start, last, output, outputs, GROUP: tl.constexpr):
-    at = (start // GROUP).to(tl.int64) * outputs + output
-    return tl.load(numbers + at, mask=(output < outputs) & (start < last), other=0)
+def _of_group(numbers, start, last, output, wanted, width, GROUP: tl.constexpr):
+    at = (start // GROUP).to(tl.int64) * width + output
+    return tl.load(numbers + at, mask=wanted & (start < last), other=0)
 
 
 @triton.jit
@@ -215,6 +265,32 @@ def _from_nibbles(words, part: tl.constexpr, COMPUTE: tl.constexpr):
         return _pairs(bits | 0x43004300, COMPUTE) - tl.full([1, 1], 136.0, tl.float32).to(COMPUTE)
     else:
         return _pairs(bits | 0x64006400, COMPUTE) - tl.full([1, 1], 1032.0, tl.float32).to(COMPUTE)
+
+
+@triton.jit
+def _from_floats(words, part: tl.constexpr, COMPUTE: tl.constexpr):
+    """The floats of a part, `[OUTPUTS, PART]`. The bits of a float of 4 bits, its sign moved to the front, are those of
+    a number of 16 bits that is smaller by a power of two, the difference of the exponents' biases. This holds for its
+    one subnormal number too."""
+    signs = (words << (12 - 4 * part)) & -0x7FFF8000
+    if tl.bfloat16 == COMPUTE:
+        bits = words << (6 - 4 * part) if part < 2 else words >> (4 * part - 6)
+        factor = tl.full([1, 1], 2.0**126, tl.float32).to(COMPUTE)
+        return _pairs(signs | (bits & 0x01C001C0), COMPUTE) * factor
+    else:
+        bits = words << (9 - 4 * part) if part < 3 else words >> (4 * part - 9)
+        factor = tl.full([1, 1], 2.0**14, tl.float32).to(COMPUTE)
+        return _pairs(signs | (bits & 0x0E000E00), COMPUTE) * factor
+
+
+@triton.jit
+def _wide(scale):
+    """Scales as float32, exactly; bytes are exponents. That of 0 is the largest subnormal power of two."""
+    if scale.dtype == tl.uint8:
+        bits = tl.where(scale == 0, 0x00400000, scale.to(tl.int32) << 23)
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
 
 
 @triton.jit

@@ -12,12 +12,21 @@ from torch.nn import functional
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import BLOCK
+from sglang_jax.checkpoint.group_blocks import GroupType
 from sglang_jax.checkpoint.reader import Role
+from torch_backend.kernels.group_layout import GroupedWeights
 from torch_backend.layers.bfloat16 import Bfloat16Products
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
+from torch_backend.layers.expert_products import ExpertProduct, SortedRows, pack_experts, product_for
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES
+
+_MIN_CAPABILITY = 8
+"""Minimum capability of a GPU for `grouped_mm`: Ampere."""
+
+_EIGHT = 8
+"""Rows of its bfloat16 matrices must be a multiple of this: 16 bytes."""
 
 RowProduct = Callable[[torch.Tensor], torch.Tensor]
 """`x [T, inputs]` → `[T, outputs]`, with the bias added, rounded once."""
@@ -41,6 +50,19 @@ class ExpertMatrices(Loadable, ABC):
     @abstractmethod
     def widened(self) -> torch.Tensor:
         """All matrices in the dtype of products."""
+
+    def multiplies_sorted(self, device: torch.device) -> bool:
+        """Whether `multiply_sorted` works on a device: torch's grouped product on a GPU."""
+        if device.type != "cuda" or self.dtype != torch.bfloat16:
+            return False
+        rows_fit = all(side % _EIGHT == 0 for side in self.shape[1:])
+        return rows_fit and torch.cuda.get_device_capability(device)[0] >= _MIN_CAPABILITY
+
+    def multiply_sorted(self, x: torch.Tensor, rows: SortedRows) -> torch.Tensor:
+        """Multiplies rows `[M, inputs]` by the matrices of their experts: `[M, outputs]`, with the biases added.
+        Outputs of padding are undefined."""
+        found = functional.grouped_mm(x, self.widened().transpose(1, 2), offs=rows.ends)
+        return found if self.bias is None else found + self.bias[rows.existing]
 
     def _bias_of(self, expert: int) -> torch.Tensor | None:
         return None if self.bias is None else self.bias[expert]
@@ -153,12 +175,52 @@ class BlockExperts(ExpertMatrices):
         raise NotImplementedError("experts in blocks are multiplied one by one")
 
 
+class GroupedExperts(ExpertMatrices):
+    """Matrices quantised in groups, on a GPU: loaded as stored, then rearranged once, to one matrix of all experts, one
+    above the other."""
+
+    def __init__(
+        self, kind: GroupType, shape: tuple[int, int, int], parts: Sequence[Part], *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape, parts, bias=bias, dtype=dtype)
+        self.kind = kind
+        blocks = (*shape[:2], shape[2] // kind.weights, kind.nbytes)
+        self.values = self.declare("values", blocks, torch.uint8, *parts, role=Role.VALUES)
+        self._weights: GroupedWeights | None = None
+        self._product: ExpertProduct | None = None
+
+    def pack(self) -> None:
+        """Rearranges the loaded blocks, and chooses the product on their device, before the first product."""
+        self._weights = pack_experts(self.kind, self.values)
+        self._product = product_for(self.kind, self.values.device, self.dtype)
+        self.values = drop_value(self.values)
+
+    def of(self, expert: int) -> RowProduct:
+        assert self._weights is not None
+        outputs = self.shape[1]
+        own = self._weights.part(slice(expert * outputs, (expert + 1) * outputs))
+        return partial(functional.linear, weight=own.widened(self.dtype), bias=self._bias_of(expert))
+
+    def widened(self) -> torch.Tensor:
+        assert self._weights is not None
+        return self._weights.widened(self.dtype).view(self.shape)
+
+    def multiplies_sorted(self, device: torch.device) -> bool:
+        return self._product is not None or super().multiplies_sorted(device)
+
+    def multiply_sorted(self, x: torch.Tensor, rows: SortedRows) -> torch.Tensor:
+        if self._product is None:
+            return super().multiply_sorted(x, rows)
+        assert self._weights is not None
+        return self._product(x, self._weights, self.bias, rows)
+
+
 def expert_matrices(
     shape: tuple[int, int, int], parts: Sequence[Part], options: PartOptions, *, bias: bool
 ) -> ExpertMatrices:
     """Creates the matrices of all experts without values, of the class for the encoding of their `parts`: in blocks if
-    kernels serve all steps, otherwise widened to the dtype of products when they are loaded. Plain ones stay in
-    bfloat16 if kernels widen them in each product."""
+    kernels serve all steps, in groups on a GPU, otherwise widened to the dtype of products when they are loaded. Plain
+    ones stay in bfloat16 if kernels widen them in each product."""
     encoding, matrices = options.encoding_of(*parts), options.block_matrices
     if encoding is None:
         products = options.bfloat16_products(*parts)
@@ -170,4 +232,7 @@ def expert_matrices(
         return BlockExperts(encoding, shape, parts, bias=bias, dtype=options.dtype, matrices=matrices)
     if encoding.block is None:
         return ScaledExperts(encoding, shape, parts, bias=bias, dtype=options.dtype)
+    kind = encoding.block_type
+    if options.keeps_groups and isinstance(kind, GroupType) and not shape[2] % kind.weights:
+        return GroupedExperts(kind, shape, parts, bias=bias, dtype=options.dtype)
     return PlainExperts(shape, parts, bias=bias, dtype=options.dtype)

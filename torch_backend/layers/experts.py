@@ -17,6 +17,7 @@ from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from torch_backend.elementwise import Apply, directly
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.expert_matrices import expert_matrices
+from torch_backend.layers.expert_products import SortedRows
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix_by_size import Product
@@ -36,12 +37,6 @@ _DOUBLED = (2, 8)
 than the average. 8 layers of 32 experts of 512 x 224 in float32, on 2 cores of an EPYC without AVX-512, then take 119
 ms instead of 145 at 4 rows, and 120 instead of 129 at 8; at 16 they would take 149 instead of 145."""
 
-_MIN_CAPABILITY = 8
-"""Minimum capability of a GPU for `grouped_mm`: Ampere."""
-
-_EIGHT = 8
-"""Rows of its bfloat16 matrices must be a multiple of this: 16 bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoice:
@@ -58,8 +53,8 @@ class ExpertChoice:
         return sizes.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:-1]
 
 
-Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps rows `[M, hidden]` sorted by expert, their experts `[M]`, and rows per expert, to outputs `[M, hidden]`."""
+Multiply = Callable[[torch.Tensor, SortedRows], torch.Tensor]
+"""Maps rows `[M, hidden]` sorted by expert to outputs `[M, hidden]`."""
 
 
 class Experts(Loadable):
@@ -112,28 +107,22 @@ class Experts(Loadable):
         choice = choose_experts(self.config, logits, self.correction, step.padding, self._each)
         if memory.expert_tokens is not None:
             memory.expert_tokens.add_(choice.tokens_of(len(self.router)))
-        if x.device.type == "cpu":
-            found = self._sorted(x, choice, self._one_by_one)
-        elif self._groups(x.device):
+        if all(each.multiplies_sorted(x.device) for each in (self.gate_up, self.down)):
             found = self._sorted(x, choice, self._grouped)
+        elif x.device.type == "cpu":
+            found = self._sorted(x, choice, self._one_by_one)
         else:
             found = self._by_all(x, choice)
         if self.shared is not None:
             found = found + self.shared(x)
         return found.to(x.dtype)
 
-    def _groups(self, device: torch.device) -> bool:
-        """Whether torch's grouped product supports these matrices."""
-        rows_fit = all(side % _EIGHT == 0 for side in self.down.shape[1:])
-        capable = torch.cuda.get_device_capability(device)[0] >= _MIN_CAPABILITY
-        return self.dtype == torch.bfloat16 and rows_fit and capable
-
     def _sorted(self, x: torch.Tensor, choice: ExpertChoice, multiply: Multiply) -> torch.Tensor:
         """Returns float32 `[T, hidden]`; `multiply` computes rows sorted by expert. Sums are in the order of
         `choice`."""
         tokens, chosen = choice.experts.shape
         experts, order = choice.experts.reshape(-1).sort(stable=True)
-        found = multiply(x[order // chosen], experts, choice.tokens_of(len(self.router)))
+        found = multiply(x[order // chosen], SortedRows(experts, choice.tokens_of(len(self.router))))
         outputs = torch.empty_like(found)
         outputs[order] = found
         scores = choice.scores[..., None]
@@ -141,7 +130,7 @@ class Experts(Loadable):
         # Outputs of padding are undefined.
         return torch.where(scores != 0, weighted, 0.0).sum(1)
 
-    def _one_by_one(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def _one_by_one(self, x: torch.Tensor, of_experts: SortedRows) -> torch.Tensor:
         """Computes the rows of one expert after the other: at once, if no row's product depends on their number.
         Otherwise in tiles with the same number of rows for any choice, so that each chosen expert is read once per
         tile. The last rows of a tile may belong to the next expert, whose own tile then overwrites them."""
@@ -151,7 +140,7 @@ class Experts(Loadable):
         x = functional.pad(x, (0, 0, 0, tile)) if tile else x
         outputs = x.new_empty((rows + tile, self.down.shape[1]))
         first = 0
-        for expert, size in enumerate(sizes.tolist()):
+        for expert, size in enumerate(of_experts.sizes.tolist()):
             if not size:
                 continue
             gate_up, down = self.gate_up.of(expert), self.down.of(expert)
@@ -161,15 +150,9 @@ class Experts(Loadable):
             first += size
         return outputs[:rows]
 
-    def _grouped(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Uses torch's grouped product, which does not write the rows of padding at the end."""
-        ends = sizes.cumsum(0, dtype=torch.int32)
-        own = experts.clamp(max=len(self.router) - 1)
-        gate_up = functional.grouped_mm(x, self.gate_up.widened().transpose(1, 2), offs=ends)
-        if self.gate_up.bias is not None:
-            gate_up = gate_up + self.gate_up.bias[own]
-        found = functional.grouped_mm(self._gated(gate_up), self.down.widened().transpose(1, 2), offs=ends)
-        return found if self.down.bias is None else found + self.down.bias[own]
+    def _grouped(self, x: torch.Tensor, of_experts: SortedRows) -> torch.Tensor:
+        """Computes all experts in two products, without reading on the host which rows each has."""
+        return self.down.multiply_sorted(self._gated(self.gate_up.multiply_sorted(x, of_experts)), of_experts)
 
     def _by_all(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """Computes every token with every expert, and gives those that it did not choose weight 0."""

@@ -21,8 +21,18 @@ logger = logging.getLogger(__name__)
 GroupedProduct = Callable[[torch.Tensor, GroupedWeights, torch.Tensor | None], torch.Tensor]
 """`x [T, inputs]`, weights and a bias `[outputs]` → `[T, outputs]`, in the dtype of x."""
 
-_LEVELS = {Levels.INT4: torch.uint8, Levels.INT8: torch.int8, Levels.FLOAT8_E4M3: torch.float8_e4m3fn}
-_SCALES = {Scales.FLOAT16: torch.float16, Scales.BFLOAT16: torch.bfloat16, Scales.FLOAT32: torch.float32}
+_LEVELS = {
+    Levels.INT4: torch.uint8,
+    Levels.FLOAT4_E2M1: torch.uint8,
+    Levels.INT8: torch.int8,
+    Levels.FLOAT8_E4M3: torch.float8_e4m3fn,
+}
+_SCALES = {
+    Scales.FLOAT16: torch.float16,
+    Scales.BFLOAT16: torch.bfloat16,
+    Scales.FLOAT32: torch.float32,
+    Scales.POWER_OF_TWO: torch.uint8,
+}
 
 
 class GroupedMatrix(Loadable):
@@ -62,12 +72,13 @@ def pack_blocks(kind: GroupType, blocks: torch.Tensor) -> GroupedWeights:
     first = kind.weights * kind.levels.bits // 8
     last = first + kind.scales.dtype.itemsize
     levels = blocks[..., :first]
-    if kind.levels is Levels.INT4:
+    if kind.levels.bits == 4:
         levels = torch.cat((levels & 15, levels >> 4), dim=-1)
     stored = _LEVELS[kind.levels]
     scales = blocks[..., first:last].contiguous().view(_SCALES[kind.scales]).view(outputs, groups)
     zeros = blocks[..., last].contiguous().view(stored) if kind.zeros else None
-    return pack_groups(levels.contiguous().view(stored).view(outputs, -1), scales, zeros, kind.weights)
+    floats = kind.levels is Levels.FLOAT4_E2M1
+    return pack_groups(levels.contiguous().view(stored).view(outputs, -1), scales, zeros, kind.weights, floats=floats)
 
 
 def multiply_widened(x: torch.Tensor, weights: GroupedWeights, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -109,20 +120,26 @@ def kernel_product_on(device: torch.device) -> GroupedProduct:
 def kernel_works(kind: GroupType, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel's results on a GPU are correct: tested on small products; a failure is logged."""
     generator = torch.Generator().manual_seed(0)
-    shape = 72, 1280 // kind.weights
     x = torch.randn((max(ROWS_TRIED), 1280), generator=generator).to(dtype)
-    stored, scales_type = _LEVELS[kind.levels], _SCALES[kind.scales]
-    if kind.levels is Levels.INT4:
-        levels = torch.randint(16, (72, 1280), generator=generator).to(stored)
-    else:
-        levels = (30 * torch.randn((72, 1280), generator=generator)).clamp(-127, 127).to(stored)
-    zeros = torch.randint(16, shape, generator=generator).to(stored) if kind.zeros else None
-    scales = torch.rand(shape, generator=generator).to(scales_type)
-    exact = functional.linear(x.double(), pack_groups(levels, scales, zeros, kind.weights).widened(torch.float64))
+    weights = random_weights(kind, 72, 1280, generator)
+    exact = functional.linear(x.double(), weights.widened(torch.float64))
 
     def multiply(rows: torch.Tensor) -> torch.Tensor:
-        own_zeros = None if zeros is None else zeros.to(device)
-        weights = pack_groups(levels.to(device), scales.to(device), own_zeros, kind.weights)
-        return kernel_product_on(device)(rows.to(device), weights, None).cpu()
+        return kernel_product_on(device)(rows.to(device), weights.to(device), None).cpu()
 
     return runs_right(multiply, x, exact, f"Triton's kernel for matrices of {kind.value}")
+
+
+def random_weights(kind: GroupType, outputs: int, inputs: int, generator: torch.Generator) -> GroupedWeights:
+    """A matrix of a type on the CPU, to try kernels on."""
+    stored, groups = _LEVELS[kind.levels], (outputs, inputs // kind.weights)
+    if kind.levels.bits == 4:
+        levels = torch.randint(16, (outputs, inputs), generator=generator).to(stored)
+    else:
+        levels = (30 * torch.randn((outputs, inputs), generator=generator)).clamp(-127, 127).to(stored)
+    zeros = torch.randint(16, groups, generator=generator).to(stored) if kind.zeros else None
+    if kind.scales is Scales.POWER_OF_TWO:
+        scales = torch.randint(120, 128, groups, generator=generator).to(torch.uint8)
+    else:
+        scales = torch.rand(groups, generator=generator).to(_SCALES[kind.scales])
+    return pack_groups(levels, scales, zeros, kind.weights, floats=kind.levels is Levels.FLOAT4_E2M1)
