@@ -82,7 +82,8 @@ class DummyReader:
             return None
         scheme = self._stored.scheme(name.removesuffix(_WEIGHT), "Embedding" if name == self._embedding else "Linear")
         if isinstance(scheme, GroupScheme):
-            kind = scheme.blocks(self.shape(name)[1], Scales.BFLOAT16)
+            scales = Scales.POWER_OF_TWO if scheme.layout is GroupLayout.MXFP4 else Scales.BFLOAT16
+            kind = scheme.blocks(self.shape(name)[1], scales)
             return None if kind is None else Encoding(kind)
         return None if scheme is None else scheme.encoding
 

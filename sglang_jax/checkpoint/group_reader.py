@@ -9,6 +9,7 @@ from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.float4_tensors import FLOAT4_CLASSES
 from sglang_jax.checkpoint.group_blocks import GroupType
 from sglang_jax.checkpoint.grouped_experts import GroupedExperts
 from sglang_jax.checkpoint.grouped_tensors import (
@@ -81,6 +82,7 @@ _CLASSES: dict[
     GroupLayout.FLOAT8: Float8Matrix,
     GroupLayout.FLOAT8_INVERSE: Float8Matrix,
     GroupLayout.MXFP4_EXPERTS: GroupedExperts,
+    **FLOAT4_CLASSES,
 }
 
 

@@ -42,8 +42,12 @@ class GroupLayout(Enum):
     AWQ = "awq"
     FLOAT8 = "float8 with weight_scale"
     FLOAT8_INVERSE = "float8 with weight_scale_inv"
-    MXFP4_EXPERTS = "mxfp4"
+    MXFP4_EXPERTS = "mxfp4 of experts"
     """See `grouped_experts`."""
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
+    NVFP4_MODELOPT = "nvfp4 of ModelOpt"
+    """See `float4_tensors`."""
 
 
 @dataclass(frozen=True, slots=True)

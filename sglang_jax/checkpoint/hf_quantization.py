@@ -2,7 +2,7 @@
 from hf_quant_config.json.
 
 Supported formats: compressed-tensors (as llm-compressor writes it) with scales per row, matrix, group or block;
-ModelOpt's FP8; and those of `hf_group_quantization`.
+ModelOpt's FP8 and NVFP4; and those of `hf_group_quantization`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _METHODS = {"gptq": gptq, "awq": awq, "fp8": float8, "mxfp4": mxfp4}
 _KV_TYPES = {("float", 8): KVCacheDtype.FLOAT8_E4M3, ("int", 8): KVCacheDtype.INT8}
 _VALUE_TYPES = {"float": ValueType.FLOAT8_E4M3, "int": ValueType.INT8}
 _PACKED = "pack-quantized"
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
+_FLOAT4 = {
+    "mxfp4-pack-quantized": (GroupLayout.MXFP4, "group", 32),
+    "nvfp4-pack-quantized": (GroupLayout.NVFP4, "tensor_group", 16),
+}
+"""Formats of floats of 4 bits: what shares a scale, and how many weights."""
+
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED, *_FLOAT4)
 _ORDERS: dict[object, bool] = {None: True, False: True, "weight": True, "static": True, "group": False, True: False}
 """Values of `actorder`, and whether the inputs of a group are neighbours."""
 
@@ -139,6 +145,8 @@ def _scheme(quantization: JsonFields, group: JsonFields) -> AnyScheme:
     assert weights is not None
     if weights.value("dynamic"):
         refuse(weights, "dynamic", "false")
+    if packing in _FLOAT4:
+        return _float4_scheme(weights, *_FLOAT4[packing])
     strategy, inputs = _strategy(weights), group.nested("input_activations")
     bits, symmetric = weights.integer("num_bits") or 8, weights.boolean("symmetric") is not False
     if strategy in ("group", "block") or (strategy == "channel" and (bits != 8 or not symmetric)):
@@ -183,6 +191,16 @@ def _group_scheme(weights: JsonFields, strategy: str, inputs: JsonFields | None,
     return GroupScheme(GroupLayout.COMPRESSED, levels, size, zeros, packed=packed, ordered=_ORDERS[order])
 
 
+def _float4_scheme(weights: JsonFields, layout: GroupLayout, strategy: str, size: int) -> GroupScheme:
+    """Products do not round inputs, whose scales are not read."""
+    for field, wanted in (("num_bits", 4), ("type", "float"), ("strategy", strategy), ("group_size", size)):
+        if weights.value(field) not in (wanted, None):
+            refuse(weights, field, str(wanted))
+    if weights.boolean("symmetric") is False:
+        refuse(weights, "symmetric", "true")
+    return GroupScheme(layout, Levels.FLOAT4_E2M1, size, zeros=False)
+
+
 def _value_type(numbers: JsonFields) -> ValueType:
     kind = numbers.string("type") or "int"
     if kind not in _VALUE_TYPES:
@@ -221,14 +239,18 @@ def _activations(inputs: JsonFields, weights: JsonFields) -> ActivationScales:
 
 
 def _modelopt(quantization: JsonFields) -> StoredQuantization | None:
-    """ModelOpt's FP8: all linear layers except excluded ones have a scale, and their inputs too."""
+    """ModelOpt's FP8 and NVFP4: all linear layers except excluded ones have a scale, and their inputs too."""
     algorithm = quantization.string("quant_algo")
     if algorithm is None:
         return None
-    if algorithm.upper() != "FP8":
-        refuse(quantization, "quant_algo", "FP8")
+    if algorithm.upper() not in ("FP8", "NVFP4"):
+        refuse(quantization, "quant_algo", "FP8, NVFP4")
     # The first is in ModelOpt's file, the second in config.json.
     field = "exclude_modules" if quantization.value("exclude_modules") is not None else "ignore"
     encoding = Encoding(ValueType.FLOAT8_E4M3, activations=ActivationScales.TENSOR)
-    linear = Scheme(encoding, per_row=False)
+    linear: AnyScheme = Scheme(encoding, per_row=False)
+    if algorithm.upper() == "NVFP4":
+        if quantization.integer("group_size") not in (None, 16):
+            refuse(quantization, "group_size", "16")
+        linear = GroupScheme(GroupLayout.NVFP4_MODELOPT, Levels.FLOAT4_E2M1, 16, zeros=False)
     return StoredQuantization(quantization.file, {"Linear": linear}, ignored=wildcards(quantization, field))

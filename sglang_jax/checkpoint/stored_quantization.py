@@ -15,9 +15,9 @@ from sglang_jax.checkpoint.layer_patterns import NO_LAYERS, LayerPatterns
 from sglang_jax.errors import CheckpointError, quote
 
 _INSTEAD = (
-    "give a checkpoint in bfloat16, float16 or float32, one of GPTQ, AWQ or compressed-tensors in 4 or 8 bits, gpt-oss "
-    "in MXFP4, one of FP8 with scales per row, per matrix or per block (compressed-tensors, ModelOpt, or quant_method "
-    "fp8), or a GGUF file"
+    "give a checkpoint in bfloat16, float16 or float32, one of GPTQ, AWQ or compressed-tensors in 4 or 8 bits, one of "
+    "MXFP4 or NVFP4, one of FP8 with scales per row, per matrix or per block (compressed-tensors, ModelOpt, or "
+    "quant_method fp8), or a GGUF file"
 )
 
 

@@ -39,9 +39,9 @@ def some_part(part: Part, shape: tuple[int, ...], random: np.random.Generator) -
 
 
 def expected_kind(kind: Grouped) -> GroupType | None:
-    if kind in (Grouped.INT4_ORDER, Grouped.GPTQ_ORDER):
+    if kind in (Grouped.INT4_ORDER, Grouped.GPTQ_ORDER, Grouped.CT_NVFP4, Grouped.MODELOPT):
         return None
-    if kind is Grouped.MXFP4:
+    if kind in (Grouped.MXFP4, Grouped.CT_MXFP4):
         return GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
     levels = Levels.FLOAT8_E4M3 if "FP8" in kind.name else {4: Levels.INT4, 8: Levels.INT8}[kind.bits]
     half = kind.name.startswith(("GPTQ", "AWQ"))
@@ -144,6 +144,15 @@ def _order(tensors: Tensors) -> None:
             Grouped.FP8,
             lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].float()}),
             "mistyped: .*up_proj.weight",
+        ),
+        (Grouped.CT_MXFP4, lambda t: t.pop(f"{LAYER}.weight_scale"), f"missing: {LAYER}.weight_scale"),
+        (Grouped.CT_MXFP4, lambda t: t[f"{LAYER}.weight_scale"].fill_(255), "has the scale nan"),
+        (Grouped.CT_NVFP4, lambda t: t.pop(f"{LAYER}.weight_global_scale"), f"missing: {LAYER}.weight_global_scale"),
+        (Grouped.CT_NVFP4, lambda t: t[f"{LAYER}.weight_global_scale"].fill_(0), "is 0, it must be positive and fin"),
+        (
+            Grouped.MODELOPT,
+            lambda t: t.update({f"{LAYER}.weight_scale": t[f"{LAYER}.weight_scale"].float()}),
+            f"mistyped: {LAYER}.weight_scale is stored as float32, it must be float8_e4m3fn",
         ),
         (Grouped.MXFP4, lambda t: t.pop(f"{DOWN}_scales"), f"missing: {DOWN}_scales"),
         (Grouped.MXFP4, lambda t: t[f"{DOWN}_scales"].fill_(255), f"{DOWN}_scales has a scale that is not a number"),

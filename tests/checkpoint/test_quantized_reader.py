@@ -473,7 +473,12 @@ def config_of(of_all: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
             {},
             "1025 names with .*, it may have 1024",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, "quant_algo 'NVFP4' .*supported: FP8;"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, {}, "'W4A8_AWQ' .*supported: FP8, NVFP4;"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+            {},
+            "group_size 32 .*supported: 16;",
+        ),
     ],
 )
 def test_unsupported_schemes_are_refused_by_name(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from helpers.quantized_checkpoints import (
     IGNORED,
     Tensors,
@@ -43,6 +43,9 @@ class Grouped(Enum):
     GPTQ_V2 = "gptq of the second version, 4 bits, zeros"
     AWQ = "awq"
     FP8 = "fp8 in squares"
+    CT_MXFP4 = "compressed-tensors, floats of 4 bits"
+    CT_NVFP4 = "compressed-tensors, floats of 4 bits with two scales"
+    MODELOPT = "modelopt, floats of 4 bits with two scales"
     MXFP4 = "mxfp4"
     """Of the experts of gpt-oss."""
 
@@ -73,7 +76,8 @@ def make_grouped_checkpoint(folder: Path, architecture: str, kind: Grouped, **ch
         if not linear:
             written[name], plain[name] = tensor, tensor.float().numpy()
             continue
-        stored, plain[name] = _WRITERS[kind.value.split(",")[0].split()[0]](tensor, kind, random)
+        write = _float4 if "floats" in kind.value else _WRITERS[kind.value.split(",")[0].split()[0]]
+        stored, plain[name] = write(tensor, kind, random)
         written |= {f"{layer}.{ending}": value for ending, value in stored.items()}
     write_tensors(folder, written)
     set_quantization(folder, config_of(kind))
@@ -91,6 +95,8 @@ def config_of(kind: Grouped) -> dict[str, Any]:
     if kind is Grouped.FP8:
         block = {"weight_block_size": [SIZE, SIZE], "activation_scheme": "dynamic"}
         return {"quant_method": "fp8", "fmt": "e4m3", **block}
+    if kind is Grouped.MODELOPT:
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
     if kind is Grouped.MXFP4:
         return {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     scheme = _scheme(kind)
@@ -107,6 +113,10 @@ def config_of(kind: Grouped) -> dict[str, Any]:
 
 
 def _scheme(kind: Grouped) -> QuantizationScheme:
+    if kind in (Grouped.CT_MXFP4, Grouped.CT_NVFP4):
+        name, strategy, size = ("mxfp4", "group", 32) if kind is Grouped.CT_MXFP4 else ("nvfp4", "tensor_group", 16)
+        weights = QuantizationArgs(num_bits=4, type="float", strategy=strategy, group_size=size, symmetric=True)
+        return QuantizationScheme(targets=["Linear"], weights=weights, format=f"{name}-pack-quantized")
     if kind is Grouped.FP8_BLOCKS:
         weights = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[SIZE, SIZE])
         return QuantizationScheme(targets=["Linear"], weights=weights, format="naive-quantized")
@@ -146,6 +156,36 @@ def _compressed(
         words = _words((levels + 8).astype(np.uint32), 4)
         stored |= {"weight_packed": torch.from_numpy(words), "weight_g_idx": order}
         plain = (levels * scales).astype(np.float32)
+    return stored, plain
+
+
+def _float4(weight: torch.Tensor, kind: Grouped, random: np.random.Generator) -> tuple[Tensors, NDArray[np.float32]]:
+    """By compressed-tensors; ModelOpt's folders have the inverse of its scale of the matrix, and other names."""
+    scheme = _scheme(Grouped.CT_NVFP4 if kind is Grouped.MODELOPT else kind)
+    assert scheme.weights is not None
+    assert scheme.weights.group_size is not None
+    assert scheme.format is not None
+    groups = weight.float().reshape(len(weight), -1, scheme.weights.group_size)
+    state: Tensors = {"weight": weight.float()}
+    if kind is not Grouped.CT_MXFP4:
+        state["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
+    state["weight_scale"], _ = calculate_qparams(
+        groups.amin(2), groups.amax(2), scheme.weights, global_scale=state.get("weight_global_scale")
+    )
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    stored = compressor.compress(dict(state), scheme)
+    plain = compressor.decompress(dict(stored), scheme)["weight"].float().numpy()
+    if kind is not Grouped.CT_MXFP4:  # exactly, since the tool rounds to bfloat16
+        halves = stored["weight_packed"].numpy()
+        codes = np.stack((halves & 15, halves >> 4), axis=-1).reshape(weight.shape)
+        scales = (stored["weight_scale"].float() / stored["weight_global_scale"]).numpy().repeat(16, 1)
+        exact = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * scales
+        np.testing.assert_allclose(plain, exact, rtol=2**-7)
+        plain = exact
+    if kind is Grouped.MODELOPT:
+        renamed = {"weight": stored["weight_packed"], "weight_scale": stored["weight_scale"]}
+        stored = renamed | {"weight_scale_2": 1 / stored["weight_global_scale"].reshape(())}
+        stored["input_scale"] = torch.tensor(0.5)
     return stored, plain
 
 
