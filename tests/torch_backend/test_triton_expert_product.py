@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import helpers.triton_interpreter
 import pytest
@@ -181,6 +182,15 @@ OF_PRODUCT = {
 
 @pytest.mark.parametrize("fault", [*OF_TABLE, *OF_PRODUCT])
 def test_a_fault_is_noticed(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is NaN: it may hold the results of an earlier product."""
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
+        found = empty(*shape, **options)
+        return found.fill_(torch.nan) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
     def check(some: ModuleType) -> None:
         for seed, (levels, zeros) in enumerate([(NIBBLES, True), (FLOAT4, False)]):
             bias = numbers(4, 7)
