@@ -35,14 +35,6 @@ class StoredDtype(StrEnum):
         return StoredDtype.BFLOAT16 if stored == StoredDtype.BFLOAT16.value else StoredDtype.FLOAT32
 
 
-class QuantizedFormat(StrEnum):
-    """See `WeightQuantization`."""
-
-    INT8 = "int8"
-    FLOAT8_E4M3 = "fp8"
-    INT4 = "int4"
-
-
 class ConvertConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,10 +52,10 @@ class ConvertConfig(BaseModel):
         description="type of the weights that are not quantised; auto: bfloat16 for a bfloat16 checkpoint or GGUF "
         "file, else float32, and in a Hugging Face folder as they are stored",
     )
-    quantize: QuantizedFormat | None = Field(
-        None,
+    quantize: WeightQuantization = Field(
+        WeightQuantization.AUTO,
         description="quantise the matrices of layers: to int8 or fp8 with a scale for each row, or to int4 with one "
-        "for each 128, 64 or 32 weights of a row; by default they stay as stored in the checkpoint",
+        "for each 128, 64 or 32 weights of a row; auto: as they are stored in the checkpoint",
     )
     error_layers: int = Field(
         64,
@@ -89,8 +81,7 @@ def convert(config: ConvertConfig, model: str | None) -> int:
     checkpoint = open_checkpoint(path, config.load_format, revision=config.revision)
     if checkpoint.reader is None:
         raise ConfigError(f"{checkpoint.source.address} is an Orbax checkpoint already")
-    wanted = WeightQuantization.AUTO if config.quantize is None else WeightQuantization(config.quantize.value)
-    quantization = quantization_for(checkpoint, wanted, option="quantize")
+    quantization = quantization_for(checkpoint, config.quantize, option="quantize")
     if quantization is None or target is TargetFormat.ORBAX:
         written = write_orbax(config.output, checkpoint, quantization, config.dtype)
     else:
@@ -112,12 +103,13 @@ def _the_model(config: ConvertConfig, model: str | None) -> str:
 
 def _target(config: ConvertConfig) -> TargetFormat:
     """Raises `UsageError` for a format without what it needs."""
-    if config.to is None and config.quantize is None:
+    stays = config.quantize is WeightQuantization.AUTO
+    if config.to is None and stays:
         raise click.UsageError("Missing option --to (orbax) or --quantize (int8, fp8, int4)")
     target = config.to or TargetFormat.COMPRESSED_TENSORS
-    if target is TargetFormat.COMPRESSED_TENSORS and config.quantize is None:
+    if target is TargetFormat.COMPRESSED_TENSORS and stays:
         raise click.UsageError("--to compressed-tensors needs --quantize: int8, fp8 or int4")
-    if target is TargetFormat.ORBAX and config.quantize is QuantizedFormat.INT4:
+    if target is TargetFormat.ORBAX and config.quantize is WeightQuantization.INT4:
         raise click.UsageError(
             "--quantize int4 cannot be stored in Orbax: choose int8 or fp8, or --to compressed-tensors"
         )

@@ -98,7 +98,9 @@ def test_another_name_sets_the_field(alias: str, field: str, tmp_path: Path) -> 
     assert parse("--config", str(file)) == expected
 
 
-@pytest.mark.parametrize(("field", "flag"), SHORT_FLAGS.items())
+@pytest.mark.parametrize(
+    ("field", "flag"), [each for each in SHORT_FLAGS.items() if each[0] in ServerConfig.model_fields]
+)
 def test_short_flags_set_their_fields(field: str, flag: str) -> None:
     word = "int8" if field == "quantization" else "2"
     assert parse(flag, word) == ServerConfig(**{field: word})
