@@ -16,6 +16,7 @@ from sglang_jax.checkpoint.reader import Array, Role
 from sglang_jax.config import KVCacheDtype
 
 _PACKED, _FLOATS = "pack-quantized", "float-quantized"
+_EXPERTS = r"re:.*\.experts\..*"
 _KV_TYPES = {KVCacheDtype.FLOAT8_E4M3: "float", KVCacheDtype.INT8: "int"}
 
 
@@ -46,7 +47,11 @@ def quantization_config(
     for layer, encoding in encodings.items():
         layers[encoding].append(layer)
     usual, *others = sorted(layers, key=lambda encoding: -len(layers[encoding]))
-    groups = [*(_group(each, layers[each]) for each in others), _group(usual, ["Linear"])]
+    targets = ["Linear"]
+    if any(map(_is_expert, layers[usual])) and not any(_is_expert(name) for each in others for name in layers[each]):
+        # transformers reads all experts by the first group that names some in a pattern, or else by the first of all.
+        targets.append(_EXPERTS)
+    groups = [*(_group(each, layers[each]) for each in others), _group(usual, targets)]
     return {
         "quant_method": "compressed-tensors",
         "format": _format(usual),
@@ -55,6 +60,10 @@ def quantization_config(
         "ignore": list(ignored),
         "kv_cache_scheme": None if kv_type is None else _numbers(_KV_TYPES[kv_type], 8, "tensor"),
     }
+
+
+def _is_expert(layer: str) -> bool:
+    return ".experts." in layer
 
 
 def _group(encoding: Encoding, targets: list[str]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
     family = family_named(config.architecture)
     if family.to_hf is None:
         raise CheckpointError(
-            f"config.json of {family.class_name} cannot be written: copy the checkpoint's config.json"
+            f"config.json of {family.class_name} cannot be made from a GGUF file: take the model's Hugging Face folder"
         )
     values: dict[str, Any] = {"architectures": [family.class_name], **family.to_hf(config)}
     written = model_config_from_hf(JsonFields(values, Path(CONFIG_FILE)), JsonFields({}, Path(GENERATION_CONFIG_FILE)))

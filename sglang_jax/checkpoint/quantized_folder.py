@@ -108,7 +108,8 @@ class QuantizedTensors:
         place = spec.places[0]
         if not place.tensor_per_expert:
             raise ConfigError(
-                f"{spec.tensor}: compressed-tensors cannot quantise experts that share a tensor: choose --to orbax"
+                f"{spec.tensor}: compressed-tensors cannot quantise experts that share a tensor: choose --to orbax "
+                "with --quantize int8 or fp8"
             )
         for expert in range(spec.shape[0]):
             read = partial(self._read_expert, spec, expert)

@@ -241,5 +241,5 @@ def test_gelu_in_gemmas_first_files_means_its_tanh_approximation(tmp_path: Path)
 def test_configs_without_a_common_format_are_not_written(name: str, tmp_path: Path) -> None:
     from sglang_jax.checkpoint import write_hf_config
 
-    with pytest.raises(CheckpointError, match=r"cannot be written: copy the checkpoint's config\.json"):
+    with pytest.raises(CheckpointError, match=r"cannot be made from a GGUF file: take the model's Hugging Face"):
         write_hf_config(configured(tmp_path, name), tmp_path)

@@ -179,6 +179,7 @@ def test_the_file_is_the_model_of_the_folder(
 
 
 def test_shards_of_quantised_experts_equal_the_whole(tmp_path: Path) -> None:
+    """Dequantised, and in blocks."""
     kind = GGMLQuantizationType.Q8_0
     files = [open_checkpoint(str(written("qwen2_moe", {}, False, tmp_path / each.name, each))) for each in (kind, _F32)]
     quantised, plain = (ParameterReader(file.reader, file.config) for file in files)
@@ -192,6 +193,9 @@ def test_shards_of_quantised_experts_equal_the_whole(tmp_path: Path) -> None:
             ends = [np.sort(rng.choice(size + 1, 2, replace=False)) for size in spec.shape]
             index = tuple(slice(int(first), int(last)) for first, last in ends)
             np.testing.assert_array_equal(quantised.read(name, index), values[index], err_msg=str(name))
+        if spec.places:
+            blocks = (*index[:-1], slice(32, 64))
+            np.testing.assert_array_equal(quantised.read_stored(name, blocks).widened(), values[blocks])
 
 
 def _of_experts(family: str, name: str, values: np.ndarray) -> dict[str, np.ndarray]:

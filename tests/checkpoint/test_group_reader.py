@@ -55,13 +55,18 @@ def expected_kind(kind: Grouped) -> GroupType | None:
     + [("gpt_oss", Grouped.MXFP4)],
 )
 def test_every_layout_is_read(architecture: str, kind: Grouped, tmp_path: Path) -> None:
-    """All parameters equal those of the unquantised twin: whole, as shards at any rows and groups, and as blocks."""
+    """All parameters equal those of the unquantised twin: whole, as shards at any rows and groups, as blocks, and as parts
+    that cut through groups."""
     widths = {"intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
     weights = make_grouped_checkpoint(tmp_path / "a", architecture, kind, **widths)
     quantised, plain = parameters(tmp_path / "a"), parameters(write_plain_twin(tmp_path / "a", weights, tmp_path / "b"))
     random, in_blocks = np.random.default_rng(0), 0
     for name, spec in manifest_of(plain.config).specs.items():
-        for index in (None, some_part(name.part, spec.shape, random) if len(spec.shape) > 1 else None):
+        parts = [None]
+        if len(spec.shape) > 1:
+            cut = (*[slice(None)] * (len(spec.shape) - 1), slice(8, spec.shape[-1] - 8))  # through groups
+            parts += [some_part(name.part, spec.shape, random), cut]
+        for index in parts:
             expected = plain.read(name, index)
             np.testing.assert_allclose(quantised.read(name, index), expected, rtol=2e-6, atol=1e-9, err_msg=str(name))
             encoding = quantised.encoding(name, index)

@@ -19,7 +19,7 @@ from helpers.quantized_checkpoints import tensors_of
 from helpers.tiny_models import make_tiny_checkpoint
 from safetensors.torch import load_file
 
-from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import Checkpoint, ParameterReader, open_checkpoint, quantization
 from sglang_jax.checkpoint.hf_config import CONFIG_FILE
@@ -127,6 +127,20 @@ def test_compressed_tensors_reads_it(tmp_path: Path, encoding: str) -> None:
     assert len({name.rpartition(".")[0] for name in seen}) == (12 if encoding == "int4" else 14)
 
 
+def test_transformers_reads_experts_whatever_groups_other_layers_have(tmp_path: Path) -> None:
+    """Experts in groups of 64; the shared expert's last matrix has groups of 128, and is named first."""
+    sizes = {**EXPERTS, "shared_expert_intermediate_size": 128}
+    original, output = make_tiny_checkpoint(tmp_path / "original", "qwen2_moe", **sizes), tmp_path / "output"
+    write(original, output, "int4")
+    groups = json.loads((output / CONFIG_FILE).read_text())["quantization_config"]["config_groups"].values()
+    assert [group["weights"]["group_size"] for group in groups] == [128, 64]
+    model, after = transformers.AutoModelForCausalLM.from_pretrained(output), open_checkpoint(str(output))
+    experts, reader = model.get_submodule("model.layers.1.mlp.experts"), ParameterReader(after.reader, after.config)
+    wanted = [reader.read(ParameterName(part, layer=1)) for part in (Part.EXPERT_GATE, Part.EXPERT_UP)]
+    narrow = np.concatenate(wanted, axis=1).astype(ml_dtypes.bfloat16).astype(np.float32)  # as scales are stored
+    np.testing.assert_array_equal(experts.get_parameter("gate_up_proj").detach().float().numpy(), narrow)
+
+
 @pytest.mark.parametrize("encoding", FORMATS)
 def test_plain_layers_are_listed(tmp_path: Path, encoding: str) -> None:
     original, output = make_tiny_checkpoint(tmp_path / "original", "qwen2_moe"), tmp_path / "output"
@@ -196,7 +210,7 @@ def test_scales_of_keys_and_values_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("gpt_oss", {}, r"gate_up_proj: compressed-tensors cannot quantise experts that share a tensor: choose --to"),
+        ("gpt_oss", {}, r"gate_up_proj: .* share a tensor: choose --to orbax with --quantize int8 or fp8"),
         ("llama", {"hidden_size": 40, "intermediate_size": 40, "head_dim": 10}, "can be quantised to int4 in groups"),
     ],
 )

@@ -18,8 +18,10 @@ from helpers import gguf_blocks
 from helpers.cpu_kernels import block_products, integer_products
 from helpers.gguf_blocks import EXACT_KINDS, KINDS
 
-from sglang_jax.checkpoint.encoding import BLOCKS, Stored
+from sglang_jax.checkpoint.encoding import BLOCKS, Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
+from sglang_jax.checkpoint.grouped_experts import MXFP4
+from sglang_jax.checkpoint.quantization import INT8_ROWS
 from sglang_jax.config import EngineConfig
 from sglang_jax.cpu_kernels import compiling, vectors, xla_call
 from sglang_jax.cpu_kernels.block_layout import EXACT, LARGEST, pack, random_blocks
@@ -99,6 +101,23 @@ def test_a_product_is_batch_invariant_and_equals_torch_s(
     products = block_products() if unit is None else integer_products(unit, of_torch)
     other = products.matrix(blocks, None).multiply(torch.from_numpy(x.astype(np.float32)).to(of_torch))
     np.testing.assert_array_equal(other.float().numpy(), together.astype(jnp.dtype(dtype)).astype(np.float32))
+
+
+@pytest.mark.parametrize("encoding", [BLOCKS[BlockType.Q4_K], BLOCKS[BlockType.Q6_K], Q8, INT8_ROWS, Encoding(MXFP4)])
+def test_one_of_several_matrices_has_the_product_of_all(encoding: Encoding) -> None:
+    """Bit for bit, in its columns, wherever scales are for some blocks together, or for a row."""
+    unit, dtype = (UNITS_HERE or [(3, "float32")])[0]
+    kernel = block_product(encoding, EngineConfig().cache_folder(), unit, dtype)
+    assert kernel is not None
+    outputs = 2 * kernel.form.outputs
+    sizes = [(outputs, 512), (outputs + 1, 512), (outputs, 512 + 16)]
+    assert [kernel.serves_stacks(*each) for each in sizes] == [True, False, False]  # whole tiles and blocks
+    blocks = random_blocks(encoding, 3 * outputs, 512)
+    packed, x = kernel.form.pack(blocks), jnp.asarray(rows_of(3, 512, dtype))
+    levels, scales = jnp.asarray(packed.levels), jnp.asarray(packed.scales)
+    multiply = jax.jit(kernel.multiply_one, static_argnums=4)
+    found = [multiply(x, levels, scales, jnp.int32(number), outputs) for number in range(3)]
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), jax.jit(kernel.multiply)(x, levels, scales))
 
 
 @needs_units
