@@ -55,8 +55,8 @@ def expected_kind(kind: Grouped) -> GroupType | None:
     + [("gpt_oss", Grouped.MXFP4)],
 )
 def test_every_layout_is_read(architecture: str, kind: Grouped, tmp_path: Path) -> None:
-    """All parameters equal those of the unquantised twin: whole, as shards at any rows and groups, as blocks, and as parts
-    that cut through groups."""
+    """All parameters equal those of the unquantised twin: whole, as shards at any rows and groups, as blocks, and as
+    parts that cut through groups."""
     widths = {"intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
     weights = make_grouped_checkpoint(tmp_path / "a", architecture, kind, **widths)
     quantised, plain = parameters(tmp_path / "a"), parameters(write_plain_twin(tmp_path / "a", weights, tmp_path / "b"))
