@@ -310,7 +310,7 @@ def test_errors_that_do_not_fit_in_memory_are_left_out(
     [
         ([], "Missing option --to (orbax) or --quantize (int8, fp8, int4)"),
         (["--to", "compressed-tensors"], "--to compressed-tensors needs --quantize: int8, fp8 or int4"),
-        (["--quantize", "int3"], "'--quantize': 'int3' is not one of 'int8', 'fp8', 'int4'"),
+        (["--quantize", "int3"], "'--quantize': 'int3' is not one of 'auto', 'int8', 'fp8', 'int4'"),
         (["--to", "orbax", "--quantize", "int4"], "choose int8 or fp8, or --to compressed-tensors"),
         (["--quantize", "int8"], "output exists already, and is not an empty folder"),
     ],
