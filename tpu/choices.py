@@ -12,7 +12,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.ggml_blocks import BlockType
-from sglang_jax.checkpoint.group_blocks import GroupType
+from sglang_jax.checkpoint.group_blocks import GroupType, groups_of
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.config import Dtype, WeightQuantization
 from sglang_jax.errors import ConfigError
@@ -147,7 +147,7 @@ def weight_bytes(
 
     def encoding_of(name: ParameterName) -> Encoding | None:
         found = encodings(name)
-        return None if in_shards and found is not None and isinstance(found.values, GroupType) else found
+        return None if in_shards and found is not None and groups_of(found.values) is not None else found
 
     return sum(_bytes_of_matrix(spec, size, width, encoding_of(spec.name)) for spec in matrices)
 
@@ -157,13 +157,15 @@ def _bytes_of_matrix(spec: ParameterSpec, size: int, width: int, encoding: Encod
     of_rows, of_all = ((size if _DIVIDED & set(chain(*axes)) else 1) for axes in (spec.axes[:-1], spec.axes))
     if spec.name.part in _FLOAT32:
         return 4 * numbers // of_all
-    if encoding is None or spec.name.part in _WIDENED or isinstance(encoding.values, BlockType):
+    kind = None if encoding is None else groups_of(encoding.values)
+    widened = encoding is None or (isinstance(encoding.values, BlockType) and kind is None)
+    if widened or spec.name.part in _WIDENED:
         return width * numbers // of_all
-    if isinstance(encoding.values, GroupType) and spec.places:
-        return _bytes_of_experts(spec, encoding.values, size, width)
-    if isinstance(encoding.values, GroupType):
+    if kind is not None and spec.places:
+        return _bytes_of_experts(spec, kind, size, width)
+    if kind is not None:
         of_inputs = size if _DIVIDED & set(spec.axes[-1]) else 1
-        return _bytes_in_groups(spec, encoding.values, of_inputs, width) // of_all
+        return _bytes_in_groups(spec, kind, of_inputs, width) // of_all
     return numbers // of_all + 4 * rows // of_rows
 
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.checkpoint.ggml_blocks import BLOCK, FLOAT4, FLOAT4_ZERO, Unpacked
+from sglang_jax.checkpoint.ggml_blocks import BLOCK, FLOAT4, FLOAT4_ZERO, BlockType, Unpacked
 from sglang_jax.checkpoint.reader import Array
 
 SIZES = (32, 64, 128)
@@ -81,8 +81,9 @@ class Scales(Enum):
 class GroupType:
     """Blocks of `weights` values. A weight is `scale * (level - zero)`.
 
-    Bytes of a block: its levels, then its scale, then its zero if it has `zeros`, in the dtype of levels. Levels of 4
-    bits are unsigned, the first half of the group in the low halves of bytes. Raises `ValueError` for floats with
+    Bytes of a block: its levels, then its scale, then its zero if it has `zeros`, in the dtype of levels; with
+    `scale_first`, as in GGUF files, its scale and then its levels. Levels of 4 bits are unsigned, the first half of the
+    group in the low halves of bytes. Raises `ValueError` for floats with
     zeros, which no format has.
     """
 
@@ -90,6 +91,7 @@ class GroupType:
     weights: int
     scales: Scales
     zeros: bool = False
+    scale_first: bool = False
 
     def __post_init__(self) -> None:
         if self.zeros and self.levels.is_float:
@@ -103,35 +105,46 @@ class GroupType:
     @property
     def nbytes(self) -> int:
         """Bytes of a block."""
-        return self._scale_at + self.scales.dtype.itemsize + self.zeros
+        return self._level_bytes + self.scales.dtype.itemsize + self.zeros
 
     @property
-    def _scale_at(self) -> int:
+    def _level_bytes(self) -> int:
         return self.weights * self.levels.bits // 8
+
+    @property
+    def level_places(self) -> slice:
+        """The bytes of a block that have its levels."""
+        first = self.scales.dtype.itemsize if self.scale_first else 0
+        return slice(first, first + self._level_bytes)
+
+    @property
+    def scale_places(self) -> slice:
+        """The bytes of a block that have its scale. A zero is in the last byte of all."""
+        first = 0 if self.scale_first else self._level_bytes
+        return slice(first, first + self.scales.dtype.itemsize)
 
     def join(self, levels: Array, scales: Array, zeros: Array | None = None) -> Array:
         """Blocks, uint8 `[rows, groups, nbytes]`, of levels `[rows, groups * weights]`, and scales and zeros `[rows,
         groups]`. Zeros have the dtype of levels."""
         rows, groups = scales.shape
-        own, first = levels.reshape(rows, groups, self.weights), self._scale_at
+        own, half = levels.reshape(rows, groups, self.weights), self._level_bytes
         blocks = np.empty((rows, groups, self.nbytes), np.uint8)
         if self.levels.bits == 4:
-            np.bitwise_or(own[..., :first], own[..., first:] << 4, out=blocks[..., :first])
+            np.bitwise_or(own[..., :half], own[..., half:] << 4, out=blocks[..., self.level_places])
         else:
-            blocks[..., :first] = own.view(np.uint8)
-        last = first + self.scales.dtype.itemsize
-        blocks[..., first:last] = np.ascontiguousarray(scales[..., None], self.scales.dtype).view(np.uint8)
+            blocks[..., self.level_places] = own.view(np.uint8)
+        blocks[..., self.scale_places] = np.ascontiguousarray(scales[..., None], self.scales.dtype).view(np.uint8)
         if zeros is not None:
-            blocks[..., last] = zeros.view(np.uint8)
+            blocks[..., -1] = zeros.view(np.uint8)
         return blocks
 
     def split(self, blocks: Array) -> tuple[Array, Array, Array | None]:
         """Levels `[rows, groups, weights]`, scales and zeros `[rows, groups]` of blocks; the reverse of `join`."""
-        levels, last = blocks[..., : self._scale_at], self._scale_at + self.scales.dtype.itemsize
+        levels = blocks[..., self.level_places]
         if self.levels.bits == 4:
             levels = np.concatenate((levels & 15, levels >> 4), axis=-1)
-        scales = np.ascontiguousarray(blocks[..., self._scale_at : last]).view(self.scales.dtype)[..., 0]
-        zeros = np.ascontiguousarray(blocks[..., last]).view(self.levels.dtype) if self.zeros else None
+        scales = np.ascontiguousarray(blocks[..., self.scale_places]).view(self.scales.dtype)[..., 0]
+        zeros = np.ascontiguousarray(blocks[..., -1]).view(self.levels.dtype) if self.zeros else None
         return np.ascontiguousarray(levels).view(self.levels.dtype), scales, zeros
 
     def unpack(self, blocks: Array) -> Unpacked:
@@ -144,6 +157,21 @@ class GroupType:
         offsets = None if zeros is None else -wide * zeros.astype(np.float32)
         in_blocks = levels.reshape(len(blocks), blocks.shape[1] * self.weights // BLOCK, BLOCK)
         return Unpacked(in_blocks, 0 if self.zeros else self.levels.zero, wide, offsets)
+
+
+AS_GROUPS = {
+    BlockType.Q4_0: GroupType(Levels.INT4, BLOCK, Scales.FLOAT16, scale_first=True),
+    BlockType.Q8_0: GroupType(Levels.INT8, BLOCK, Scales.FLOAT16, scale_first=True),
+    BlockType.MXFP4: GroupType(Levels.FLOAT4_E2M1, BLOCK, Scales.POWER_OF_TWO, scale_first=True),
+}
+"""GGUF's types that are groups; others have offsets besides scales, or scales in two steps."""
+
+
+def groups_of(values: object) -> GroupType | None:
+    """The groups of which matrices of a type consist; None for types that are not groups."""
+    if isinstance(values, BlockType):
+        return AS_GROUPS.get(values)
+    return values if isinstance(values, GroupType) else None
 
 
 def group_size(inputs: int, stored: int) -> int | None:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
-from sglang_jax.checkpoint.group_blocks import GroupType, Levels
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels, groups_of
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.kernels.expert_groups_pallas import filled_up
 from sglang_jax.kernels.group_product_pallas import GroupedWeights, fits, multiply_in_groups
@@ -55,8 +55,8 @@ class GroupProduct:
 
 def group_product(encoding: Encoding, devices: int) -> GroupProduct | None:
     """The kernel of an encoding; None for matrices that are not in groups."""
-    kind = encoding.values
-    return GroupProduct(kind, devices) if isinstance(kind, GroupType) else None
+    kind = groups_of(encoding.values)
+    return None if kind is None else GroupProduct(kind, devices)
 
 
 class GroupedMatrix(nnx.Module):
@@ -179,10 +179,8 @@ def packed_groups(kind: GroupType, blocks: jax.Array) -> GroupedWeights:
     """The weights of blocks `[*out, blocks, bytes]`. Levels and zeros of 4 bits become signed: integers are 8 less, and
     floats as `GroupedWeights.float4` has them."""
     blocks = blocks.reshape(-1, *blocks.shape[-2:])
-    first = kind.weights * kind.levels.bits // 8
-    last = first + kind.scales.dtype.itemsize
-    levels, zeros = blocks[..., :first], blocks[..., last] if kind.zeros else None
-    of_bytes = jax.lax.bitcast_convert_type(blocks[..., first:last], jnp.dtype(kind.scales.dtype))
+    levels, zeros = blocks[..., kind.level_places], blocks[..., -1] if kind.zeros else None
+    of_bytes = jax.lax.bitcast_convert_type(blocks[..., kind.scale_places], jnp.dtype(kind.scales.dtype))
     scales = of_bytes.reshape(blocks.shape[:2]).astype(jnp.bfloat16)
     float4 = kind.levels is Levels.FLOAT4_E2M1
     if kind.levels.bits == 4:

@@ -10,7 +10,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.checkpoint.encoding import AnyValues, Encoding, ValueType
 from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
-from sglang_jax.checkpoint.group_blocks import GroupType, Levels
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels, groups_of
 from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT4_GROUPS, INT8_ROWS, Encodings, Quantization, all_plain
 from sglang_jax.config import CpuActivations, Dtype, EngineConfig, WeightQuantization
@@ -69,7 +69,7 @@ def _of_integers(values: AnyValues) -> bool:
 
 
 def _of_groups(values: AnyValues) -> bool:
-    return isinstance(values, GroupType)
+    return groups_of(values) is not None
 
 
 def has_blocks(checkpoint: Checkpoint, which: Callable[[AnyValues], bool] = _in_blocks) -> bool:

@@ -19,6 +19,7 @@ from sglang_jax.checkpoint.encoding import Stored
 from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
+from sglang_jax.checkpoint.group_blocks import AS_GROUPS
 
 KINDS = tuple(kind.ggml for kind in BlockType)
 EXACT_KINDS = tuple(kind.ggml for kind in WITH_EXACT_ACTIVATIONS)
@@ -93,6 +94,26 @@ def make_mixed_gguf(folder: Path, *, tied: bool, up: GGMLQuantizationType = GGML
         others[name] = weights_around_zero(kind, shape, 0.1, number), kind
     tokenizer = make_tiny_tokenizer(folder)
     return make_tiny_gguf(folder / "model.gguf", model, tokenizer, kind=GGMLQuantizationType.Q8_0, others=others)
+
+
+GROUPS = tuple(kind.ggml for kind in AS_GROUPS)
+"""Types that are groups, for kernels of GPUs and TPUs."""
+
+
+def make_gguf_in_groups(folder: Path, kind: GGMLQuantizationType, *, tied: bool) -> Path:
+    """A tiny Llama with all matrices in blocks of a type of `GROUPS`."""
+    model = make_tiny_model("llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=tied, vocab_size=378)
+    others = {}
+    for number, (name, (data, _)) in enumerate(model_tensors(model, GGMLQuantizationType.F32).items()):
+        if data.ndim == 2:
+            blocks = stored(kind, *data.shape, seed=number).reshape(data.shape[0], -1, GGML_QUANT_SIZES[kind][1])
+            if kind is GGMLQuantizationType.MXFP4:
+                blocks[..., 0] -= 4  # of the exponents, so that activations stay small
+            else:
+                scales = blocks[..., :2].copy().view(np.float16)
+                blocks[..., :2] = (scales / 32).astype(np.float16).view(np.uint8)
+            others[name] = blocks.reshape(data.shape[0], -1), kind
+    return make_tiny_gguf(folder / "model.gguf", model, make_tiny_tokenizer(folder), others=others)
 
 
 Q5_K, Q6_K = GGMLQuantizationType.Q5_K, GGMLQuantizationType.Q6_K

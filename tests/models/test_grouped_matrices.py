@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.gguf_blocks import GROUPS, make_gguf_in_groups
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.paged_model import PagedModel
 from helpers.parity_cases import STEPS, prompts
@@ -91,7 +92,7 @@ def test_the_kernel_serves_whole_groups_on_each_device() -> None:
     assert not GroupProduct(kind, 2).serves([(Axis.CHANNELS, 256)])
     assert not GroupProduct(kind).serves([(Axis.HIDDEN, 2**20)])  # in vector memory
     assert group_product(Encoding(kind), 2) == GroupProduct(kind, 2)
-    assert group_product(Encoding(BlockType.Q4_0), 2) is None
+    assert group_product(Encoding(BlockType.Q4_1), 2) is None
     with pytest.raises(ValueError, match="groups of floats have no zeros"):
         GroupType(Levels.FLOAT8_E4M3, 64, Scales.FLOAT32, zeros=True)
 
@@ -181,6 +182,25 @@ def test_experts_in_groups_give_the_logits_of_widened_ones(architecture: str, ki
     assert sum(isinstance(each, GroupedExperts) for _, each in nnx.iter_modules(model.model)) == 3 * 2
     for logits, wanted in zip(model.run(prompts(), STEPS), expected, strict=True):
         assert np.linalg.norm(logits - wanted) < 0.03 * np.linalg.norm(wanted)
+
+
+def test_gguf_files_in_groups_give_the_logits_of_widened_ones(tmp_path: Path) -> None:
+    """Of a head that is tied to embeddings, rows are looked up in a plain table."""
+    tokens = np.random.default_rng(0).integers(0, 378, (2, 20)).astype(np.int32)
+    steps = [{0: 12, 1: 3}, {0: 1, 1: 1}]
+
+    def products(encoding: Encoding) -> GroupProduct | None:
+        found = group_product(encoding, 1)
+        return None if found is None else replace(found, interpret=True)
+
+    for kind, tied in zip(GROUPS, (False, True, False), strict=True):
+        file = make_gguf_in_groups(tmp_path, kind, tied=tied)
+        model = PagedModel(file, dtype="bfloat16", block_products=products, platform="tpu")
+        found = [each for _, each in nnx.iter_modules(model.model) if isinstance(each, GroupedMatrix)]
+        assert len(found) == 2 * 4 + (not tied)
+        expected = PagedModel(file, dtype="bfloat16").run(tokens, steps)
+        for logits, wanted in zip(model.run(tokens, steps), expected, strict=True):
+            assert np.linalg.norm(logits - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
 def test_matrices_in_groups_stay_so_on_tpus(tmp_path: Path) -> None:

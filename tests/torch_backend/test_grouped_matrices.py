@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.gguf_blocks import GROUPS, make_gguf_in_groups, make_mixed_gguf
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.quantized_checkpoints import write_plain_twin
 from helpers.torch_paged_model import TorchPagedModel
@@ -98,6 +99,22 @@ def test_a_model_computes_as_with_widened_matrices(
     steps = [{0: 16, 1: 4}, {0: 1, 1: 1}]
     for logits, wanted in zip(model.run(prompts, steps), plain.run(prompts, steps), strict=True):
         assert np.abs(logits - wanted).max() < 2e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gguf_files_in_groups_stay_so(tied: bool, tmp_path: Path) -> None:
+    """Types whose blocks are a scale and levels; others are widened."""
+    prompts = [np.arange(first, last, dtype=np.int32) for first, last in ((3, 20), (40, 45))]
+    steps = [{0: 16, 1: 4}, {0: 1, 1: 1}]
+    for kind in GROUPS:
+        file = make_gguf_in_groups(tmp_path, kind, tied=tied)
+        model = TorchPagedModel(file, keeps_groups=True)
+        found = {each for each in model.model.modules() if isinstance(each, GroupedMatrix)}
+        assert len(found) == 2 * 4 + 1  # with the head
+        for logits, wanted in zip(model.run(prompts, steps), TorchPagedModel(file).run(prompts, steps), strict=True):
+            assert np.abs(logits - wanted).max() < 2e-4 * np.abs(wanted).max()
+    mixed = TorchPagedModel(make_mixed_gguf(tmp_path, tied=tied), keeps_groups=True)
+    assert not [each for each in mixed.model.modules() if isinstance(each, GroupedMatrix)]
 
 
 def test_a_tied_head_in_groups_is_the_table() -> None:

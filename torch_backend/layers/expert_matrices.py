@@ -12,7 +12,7 @@ from torch.nn import functional
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import BLOCK
-from sglang_jax.checkpoint.group_blocks import GroupType
+from sglang_jax.checkpoint.group_blocks import GroupType, groups_of
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.kernels.group_layout import GroupedWeights
 from torch_backend.layers.bfloat16 import Bfloat16Products
@@ -232,7 +232,7 @@ def expert_matrices(
         return BlockExperts(encoding, shape, parts, bias=bias, dtype=options.dtype, matrices=matrices)
     if encoding.block is None:
         return ScaledExperts(encoding, shape, parts, bias=bias, dtype=options.dtype)
-    kind = encoding.block_type
-    if options.keeps_groups and isinstance(kind, GroupType) and not shape[2] % kind.weights:
+    kind = groups_of(encoding.values)
+    if options.keeps_groups and kind is not None and not shape[2] % kind.weights:
         return GroupedExperts(kind, shape, parts, bias=bias, dtype=options.dtype)
     return PlainExperts(shape, parts, bias=bias, dtype=options.dtype)

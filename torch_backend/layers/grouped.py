@@ -69,14 +69,12 @@ class GroupedMatrix(Loadable):
 def pack_blocks(kind: GroupType, blocks: torch.Tensor) -> GroupedWeights:
     """Rearranges blocks, uint8 `[outputs, groups, bytes]` as `GroupType` has them, on their device."""
     outputs, groups, _ = blocks.shape
-    first = kind.weights * kind.levels.bits // 8
-    last = first + kind.scales.dtype.itemsize
-    levels = blocks[..., :first]
+    levels = blocks[..., kind.level_places]
     if kind.levels.bits == 4:
         levels = torch.cat((levels & 15, levels >> 4), dim=-1)
     stored = _LEVELS[kind.levels]
-    scales = blocks[..., first:last].contiguous().view(_SCALES[kind.scales]).view(outputs, groups)
-    zeros = blocks[..., last].contiguous().view(stored) if kind.zeros else None
+    scales = blocks[..., kind.scale_places].contiguous().view(_SCALES[kind.scales]).view(outputs, groups)
+    zeros = blocks[..., -1].contiguous().view(stored) if kind.zeros else None
     floats = kind.levels is Levels.FLOAT4_E2M1
     return pack_groups(levels.contiguous().view(stored).view(outputs, -1), scales, zeros, kind.weights, floats=floats)
 

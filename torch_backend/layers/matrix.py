@@ -14,7 +14,7 @@ from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import BLOCK
-from sglang_jax.checkpoint.group_blocks import GroupType
+from sglang_jax.checkpoint.group_blocks import groups_of
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
@@ -242,8 +242,8 @@ def _matrix(
     if matrices is None or not _serves(inputs, rows, parts, options):
         if encoding.block is None:
             return ScaledMatrix(encoding, inputs, rows, parts, bias=bias, dtype=dtype)
-        kind = encoding.block_type
-        if options.keeps_groups and isinstance(kind, GroupType) and not inputs % kind.weights:
+        kind = groups_of(encoding.values)
+        if options.keeps_groups and kind is not None and not inputs % kind.weights:
             return GroupedMatrix(kind, inputs, rows, parts, bias=bias, dtype=dtype)
         return PlainMatrix(inputs, rows, parts, bias=bias, dtype=dtype)
     form = QuantisedMatrix if matrices.serves_all_rows else TwoFormMatrix
