@@ -176,7 +176,7 @@ def test_kernels_multiply_int8_matrices_by_rows_rounded_to_int8(tmp_path: Path) 
 def test_experts_stay_in_groups_on_a_cpu(architecture: str, kind: Grouped, tmp_path: Path) -> None:
     """Each expert's matrices are there once, for kernels; logits differ by what rounding activations costs. Without
     kernels they are widened when they are loaded."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 1}
     weights = make_grouped_checkpoint(tmp_path / "grouped", architecture, kind, **sizes)
     folders = tmp_path / "grouped", write_plain_twin(tmp_path / "grouped", weights, tmp_path / "plain")
     unit = best_unit()
