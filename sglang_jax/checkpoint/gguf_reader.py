@@ -31,6 +31,9 @@ _PLAIN_DTYPES: dict[GGMLQuantizationType, np.dtype] = {
 _ENCODINGS = {kind.ggml: BLOCKS[kind] for kind in BlockType}
 SUPPORTED_TYPES = frozenset(_PLAIN_DTYPES) | frozenset(_ENCODINGS)
 
+_NAN = 255
+"""The exponent of NaN in MXFP4."""
+
 _AT_A_TIME = 2**16
 """Weights dequantised per call: enough to hide the cost of a call, and few enough for a core's cache."""
 
@@ -51,7 +54,7 @@ class _Entry:
 
 class GgufReader:
     """Reads F32, F16 and BF16 tensors in their type, and block-quantised ones as float32, dequantising only the rows
-    that are read."""
+    that are read. `read` and `read_array` raise `CheckpointError` for MXFP4 with scales that are not numbers."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         """Raises `CheckpointError` naming the tensors whose type is not in `SUPPORTED_TYPES`."""
@@ -100,6 +103,7 @@ class GgufReader:
             return vector[rows]
         else:
             raw = raw[rows]
+        self._check_scales(name, raw, entry.tensor)
         if raw.ndim == 3 and entry.tensor.kind in _ENCODINGS:
             raw = raw[:, rest[0]]
             matrices: Array = _dequantize(raw.reshape(-1, raw.shape[-1]), entry.tensor)
@@ -122,9 +126,15 @@ class GgufReader:
         heads, width = entry.permuted_heads, entry.tensor.shape[-1]
         raw: Array = self._file.raw(entry.tensor)
         raw = raw[_stored_rows(entry.tensor.shape[0], heads)[rows[0]] if heads else tuple(rows)]
+        self._check_scales(name, raw, entry.tensor)
         first, last, _ = columns.indices(width)
         blocks = raw.reshape(*raw.shape[:-1], width // encoding.block, -1)
         return blocks[..., first // encoding.block : last // encoding.block, :]
+
+    def _check_scales(self, name: str, raw: Array, tensor: GgufTensor) -> None:
+        """Raises `CheckpointError` for MXFP4 whose scales, the first byte of each block, are not numbers."""
+        if tensor.kind is GGMLQuantizationType.MXFP4 and (raw[..., :: BlockType.MXFP4.nbytes] == _NAN).any():
+            raise CheckpointError(f"{name} in {self._file.path} has a scale that is not a number: the file is damaged")
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:

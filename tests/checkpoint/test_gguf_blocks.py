@@ -17,6 +17,7 @@ from helpers.small_configs import small_config
 from sglang_jax.checkpoint import ModelConfig
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import SUPPORTED_TYPES, GgufReader
+from sglang_jax.checkpoint.reader import Role
 from sglang_jax.errors import CheckpointError
 
 ROWS, COLUMNS = 8, 512
@@ -175,6 +176,17 @@ def test_blocks_are_dequantised(tmp_path: Path, kind: GGMLQuantizationType) -> N
     part = reader.read(HF_NAME, (slice(3, 6), slice(17, 300)))
     np.testing.assert_array_equal(part, values[3:6, 17:300])
     assert reader.read(HF_NAME, (slice(4, 4),)).shape == (0, COLUMNS)
+
+
+def test_scales_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    data = random_blocks(GGMLQuantizationType.MXFP4)
+    data[3, 17] = 255
+    file = write_gguf(tmp_path / "x.gguf", "llama", {}, {NAME: (data, GGMLQuantizationType.MXFP4)})
+    reader = GgufReader(open_gguf(file), config())
+    for read in (reader.read, lambda name, index=None: reader.read_array(name, Role.VALUES, index)):
+        assert read(HF_NAME, (slice(4, 8),)).size
+        with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight in .* has a scale that is not a number"):
+            read(HF_NAME)
 
 
 @pytest.mark.parametrize("kind", list(ORACLES), ids=lambda kind: kind.name)
