@@ -95,8 +95,10 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         group_product_pallas.multiply_in_groups(jnp.zeros((1, 48), jnp.bfloat16), odd)
 
 
-@pytest.mark.parametrize("levels", ["int4", "int8", "float8_e4m3fn", "float4"])
-@pytest.mark.parametrize("rows", [3, 40, 300])
+@pytest.mark.parametrize(
+    ("rows", "levels"),
+    [(3, "int4"), (3, "float4"), (40, "int8"), (40, "float8_e4m3fn"), (300, "int4"), (300, "float4")],
+)
 def test_rows_are_multiplied_by_their_experts(rows: int, levels: str) -> None:
     """Some experts have no rows, and some rows no expert. Scales, zeros or levels of another expert are noticed."""
     count, inputs, outputs, zeros = 5, 128, 300, levels.startswith("int")

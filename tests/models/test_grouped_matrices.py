@@ -116,7 +116,7 @@ from sglang_jax.layers.sharding import make_mesh
 weights._runs = lambda indices, shape: [weights._bounded(each, shape) for each in indices]
 
 sequences = [np.random.default_rng(0).integers(0, 384, length) for length in (12, 21)]
-steps = ({0: 10, 1: 20}, {0: 1, 1: 1})
+steps = ({0: 10, 1: 20},)
 sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
 models = {
     "qwen2": (Grouped.AWQ, GroupedMatrix, 4, {"num_key_value_heads": 2}),

@@ -64,10 +64,10 @@ UNITS_HERE = [
     if unit.found()
 ]
 IN_GROUPS = [
-    Encoding(GroupType(Levels.FLOAT4_E2M1, 64, Scales.POWER_OF_TWO)),
     Encoding(GroupType(Levels.INT4, 64, Scales.FLOAT16, zeros=True)),
     Encoding(GroupType(Levels.INT4, 128, Scales.BFLOAT16)),
     Encoding(GroupType(Levels.INT8, 32, Scales.FLOAT32, zeros=True)),
+    Encoding(GroupType(Levels.FLOAT4_E2M1, 64, Scales.POWER_OF_TWO)),
 ]
 needs_units = pytest.mark.skipif(not supported(), reason="kernels need a processor with avx512_bf16")
 
