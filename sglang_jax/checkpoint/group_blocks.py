@@ -74,7 +74,15 @@ class Scales(Enum):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(getattr(ml_dtypes, self.value, self.value))
+        return _SCALE_DTYPES[self]
+
+
+_SCALE_DTYPES: dict[Scales, np.dtype[Any]] = {
+    Scales.FLOAT16: np.dtype(np.float16),
+    Scales.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    Scales.FLOAT32: np.dtype(np.float32),
+    Scales.POWER_OF_TWO: np.dtype(ml_dtypes.float8_e8m0fnu),
+}
 
 
 @dataclass(frozen=True, slots=True)

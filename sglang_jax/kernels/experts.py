@@ -14,7 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
-from sglang_jax.kernels.expert_groups_pallas import ExpertTiles, multiply_experts_in_groups, rows_of_tile
+from sglang_jax.kernels.expert_groups_pallas import (
+    LEAST_ROWS,
+    ExpertTiles,
+    multiply_experts_in_groups,
+    rows_of_tile,
+)
 from sglang_jax.kernels.group_product_pallas import GroupedWeights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, current_chip
 
@@ -171,7 +176,8 @@ def multiply_experts(
     tile: int | None = None,
 ) -> jax.Array:
     """The outputs of the chosen experts, weighted by their scores and summed: float32 `[T, hidden]`. `x` `[T, hidden]`
-    has the type of the products. `tile`: rows of `TILES`; None for a number that suits the step."""
+    has the type of the products. `tile`: rows of `TILES`, for results that do not depend on the step; None for a number
+    that suits it."""
     if products is ExpertProducts.ALL:
         return _by_all_in_parts(x, weights, choice, gate)
     experts, chosen = weights.count, choice.experts.shape[1]
@@ -179,7 +185,9 @@ def multiply_experts(
     order = jnp.argsort(flat, stable=True)
     sizes = _sizes(flat, experts)
     if products is ExpertProducts.GROUPS:
-        found = _in_groups(x, order // chosen, weights, flat[order], sizes, gate)
+        # The rows of a tile may change the last bits, so they are fixed where `tile` asks for equal results.
+        rows = rows_of_tile(len(flat), experts) if tile is None else LEAST_ROWS
+        found = _in_groups(x, order // chosen, weights, flat[order], sizes, gate, rows)
     else:
         multiply = _ragged if products is ExpertProducts.RAGGED else partial(_in_tiles, tile=tile)
         found = multiply(x[order // chosen], weights, flat[order], sizes, gate)
@@ -256,10 +264,15 @@ def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax
 
 
 def _in_groups(
-    x: jax.Array, tokens: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate
+    x: jax.Array,
+    tokens: jax.Array,
+    weights: ExpertWeights,
+    experts: jax.Array,
+    sizes: jax.Array,
+    gate: Gate,
+    rows: int,
 ) -> jax.Array:
-    """As `_ragged`, of the rows of `x` with the numbers `tokens` `[M]`."""
-    rows = rows_of_tile(len(tokens), weights.count)
+    """As `_ragged`, of the rows of `x` with the numbers `tokens` `[M]`. `rows`: of a tile."""
     tiles = ExpertTiles.of(experts, sizes, rows)
 
     def product(rows: jax.Array, matrices: ExpertMatrices, outputs: int) -> jax.Array:

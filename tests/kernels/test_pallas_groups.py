@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglang_jax.kernels import group_product_pallas
+from sglang_jax.kernels import experts, group_product_pallas
 from sglang_jax.kernels.expert_groups_pallas import ExpertTiles, filled_up, multiply_experts_in_groups, rows_of_tile
 from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
 
@@ -133,6 +133,32 @@ def test_rows_are_multiplied_by_their_experts(rows: int, levels: str) -> None:
     assert error(weights) < 2**-7
     for name in ("levels", "scales", *(["zeros"] if zeros else [])):
         assert error(replace(weights, **{name: jnp.roll(getattr(weights, name), 1, 0)})) > 2**-5
+
+
+def test_experts_have_tiles_of_one_size_for_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a fixed number of rows is asked for, whatever the step: without it, larger steps have larger tiles."""
+    seen = []
+
+    def noted(x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles, *, interpret: bool) -> jax.Array:
+        seen.append(len(x) // len(tiles.experts))
+        return multiply_experts_in_groups(x, weights, tiles, interpret=interpret)
+
+    monkeypatch.setattr(experts, "multiply_experts_in_groups", noted)
+    stacks = [jax.tree.map(lambda each: each[None], random_weights(64, 64, 32, "int4", "bfloat16", False)[0])] * 3
+    weights = experts.ExpertWeights(*(experts.ExpertGroups(filled_up(each), interpret=True) for each in stacks))
+    random = np.random.default_rng(0)
+    for tile, sizes in ((8, {16}), (None, {16, 64})):
+        seen.clear()
+        x = jnp.asarray(random.normal(size=(50, 64)), jnp.bfloat16)
+        found = []
+        for rows in (3, 50):
+            choice = experts.ExpertChoice(jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1)))
+            products = experts.ExpertProducts.GROUPS
+            found.append(
+                experts.multiply_experts(products, x[:rows], weights, choice, lambda gate, up: gate * up, tile)
+            )
+        assert set(seen) == sizes
+        assert tile is None or np.array_equal(found[0], found[1][:3])
 
 
 NUMBERS = np.array([0, 1, 2, 3, 4, 6, 8, 12])
