@@ -59,6 +59,7 @@ from torch.nn import functional
 
 from sglang_jax.architectures.dense import dense_decoder
 from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.parallelism import ONE_DEVICE
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.config import AttentionBackend, EngineConfig
 from torch_backend.attention.interface import AttentionOptions, HeadForm
@@ -120,7 +121,7 @@ class Bench:
 
     def __init__(self, dtype: torch.dtype, attention: AttentionBackend) -> None:
         self.dtype = dtype
-        form = CpuForm(dtype, dtype, ModelShard.of(SMOLLM2_135M, 0, 1).head_forms(SMOLLM2_135M))
+        form = CpuForm(dtype, dtype, ModelShard.of(SMOLLM2_135M, 0, ONE_DEVICE).head_forms(SMOLLM2_135M))
         device = torch.device("cpu")
         kernels = choose_kernels(attention, device, form, EngineConfig().cache_folder())
         self.model = build_model(

@@ -31,6 +31,7 @@ from typing import Any
 from machine import report
 from tpu_kernels.schedule import DUMP_FLAGS
 
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.config import Device as Backend
 from sglang_jax.config import EngineConfig
 from tpu.choices import memory_fraction, weight_bytes
@@ -96,7 +97,7 @@ def row(text: str, latency: float) -> dict[str, Any]:
         Work.decode(wanted.rows, wanted.context),
         Device(chip.bf16_flops * share, chip.hbm_bandwidth * share, wanted.topology.exchange_bandwidth(deployment.box)),
         tp=wanted.tp,
-        weight_bytes=weight_bytes(config, wanted.tp),
+        weight_bytes=weight_bytes(config, Parallelism(wanted.tp)),
         kv_bytes_per_token=deployment.page // deployment.page_size // 2 * config.num_layers,
     )
     step = config.num_layers * (layer + attention + write) + around + least.exchange * 1e6

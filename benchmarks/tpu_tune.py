@@ -12,6 +12,7 @@ import click
 from tpu_kernels.tuning_process import estimate_in_child
 
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.config import KVCacheDtype, LoadFormat
@@ -154,7 +155,7 @@ def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int],
 
     found = []
     for size in sizes:
-        built = TensorParallel.of(config, size).config
+        built = TensorParallel.of(config, Parallelism(size)).config
         for page_size in page_sizes:
             if page_size & (page_size - 1):
                 raise ConfigError(f"page_size must be a power of two, got {page_size}")

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 import torch
 from machine import report
 
+from sglang_jax.architectures.parallelism import ONE_DEVICE
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.config import ALWAYS_RUN, CompilePass, EngineConfig, LoadFormat, ModelImpl
 from torch_backend.batch import ForwardBatch
@@ -60,7 +61,7 @@ def load(folder: str, impl: ModelImpl, rows: int, passes: str = "all") -> PagedT
     config = EngineConfig(model_path=folder, compile_passes=passes)
     checkpoint = open_checkpoint(folder, LoadFormat.DUMMY, model_impl=impl)
     model_config, dtype = checkpoint.config, torch.bfloat16
-    form = CpuForm(dtype, dtype, ModelShard.of(model_config, 0, 1).head_forms(model_config))
+    form = CpuForm(dtype, dtype, ModelShard.of(model_config, 0, ONE_DEVICE).head_forms(model_config))
     kernels = choose_kernels(config.attention_backend, CPU, form, config.cache_folder())
     kinds = {"dtype": dtype, "device": CPU, "operations": kernels.operations, "attention": kernels.attention}
     if impl is ModelImpl.TRANSFORMERS:

@@ -11,6 +11,7 @@ import torch
 
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import CacheGroup, cache_groups
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype, MambaDtype
@@ -93,8 +94,10 @@ class TorchBackend:
         size = parallel.size if num_shards is None else num_shards
         # As many threads as with one process per shard: a library's sums may depend on their number.
         share_cores(size, device)
+        parts = config.expert_parts
         sizes = [(models.main.config, size), *((draft.config, parallel.size) for draft in models.all[1:])]
-        heads = dict.fromkeys(form for each, own in sizes for form in ModelShard.of(each, 0, own).head_forms(each))
+        shards = [(each, ModelShard.of(each, 0, Parallelism(own, parts))) for each, own in sizes]
+        heads = dict.fromkeys(form for each, shard in shards for form in shard.head_forms(each))
         rounds = rounds_activations(config)
         latents = any(each.config.keeps_latents for each in models.all)
         by_kernels = all(layer.attention is not None for layer in models.main.config.layers) and not latents
@@ -166,6 +169,7 @@ class TorchBackend:
             bfloat16=self._bfloat16_weights(checkpoint, quantization),
             fixed=self.config.batch_invariant,
             num_shards=num_shards,
+            expert_parts=self.config.expert_parts,
             recordings=self._recordings(),
         )
 
@@ -228,7 +232,7 @@ class TorchBackend:
             parallel=self.parallel,
         )
         refuse_sinks(self.kernels.attention_name, model.layers_with_sinks)
-        shard = ModelShard.of(checkpoint.config, self.parallel.rank, self.parallel.size)
+        shard = ModelShard.of(checkpoint.config, self.parallel.rank, Parallelism.of(self.config))
         size, load = model.weight_bytes(), partial(model.load, read)
         return UnloadedModel(checkpoint.config, (shard,), self.kv_form, model, size, load)
 

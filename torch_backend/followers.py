@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sglang_jax import logs
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.assembly import open_models
@@ -208,4 +209,4 @@ def _refuse(config: EngineConfig, checkpoint: Checkpoint) -> None:
     models = open_models(config, checkpoint)
     shards_of(config, models.main.config)
     for model in models.all:
-        ModelShard.of(model.config, 0, config.tp_size)
+        ModelShard.of(model.config, 0, Parallelism.of(config))

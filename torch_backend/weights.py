@@ -178,7 +178,8 @@ def _read(reader: ParameterReader, parameters: Sequence[Source]) -> list[torch.T
             for role, found in _arrays(reader, part.name, index, targets).items():
                 begin = first if spec.places else last
                 end = begin + found.shape[axis]
-                targets[role][(index[0], slice(begin, end)) if spec.places else slice(begin, end)] = found
+                experts = slice(index[0].start - part.index[0].start, index[0].stop - part.index[0].start)
+                targets[role][(experts, slice(begin, end)) if spec.places else slice(begin, end)] = found
             last = end
         first = last
     if first != empty[0].shape[axis] and Axis.VOCABULARY not in spec.axes[0]:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.config import Deterministic, EngineConfig, KVCacheDtype
-from tpu.choices import bytes_per_weight, can_be_spread, memory_fraction, weight_bytes
+from tpu.choices import bytes_per_weight, memory_fraction, parts_of_experts, weight_bytes
 from tpu.topologies import GIB, Topology
 
 _MAX_CHIPS = 256
@@ -34,10 +35,14 @@ class Setup:
     options: EngineConfig
     encodings: Mapping[ParameterName, Encoding] = field(default_factory=dict)
 
-    def weights(self, size: int) -> int:
-        """Bytes of the weights on each of `size` devices."""
+    @property
+    def over(self) -> Parallelism:
+        return Parallelism.of(self.options)
+
+    def weights(self, over: Parallelism) -> int:
+        """Bytes of the weights on each device."""
         width, in_shards = bytes_per_weight(self.options.dtype), self.options.deterministic is Deterministic.TP
-        return weight_bytes(self.model, size, width, self.encodings.get, in_shards=in_shards)
+        return weight_bytes(self.model, over, width, self.encodings.get, in_shards=in_shards)
 
     def kv_token(self, size: int, *, narrow: bool = False) -> int:
         """Bytes of a token's keys and values, or latents, on each of `size` devices, in whole lanes; `narrow`: in 8
@@ -52,12 +57,14 @@ class Setup:
 
 
 def suggest_fitting(setup: Setup) -> str | None:
-    """Options that would fit: keys and values in 8 bits if that suffices; or the next larger number of devices of this
-    slice, or slice, on which there is room."""
+    """Options that would fit: keys and values in 8 bits if that suffices; whole experts on each device; or the next
+    larger number of devices of this slice, or slice, on which there is room."""
     topology, options = setup.topology, setup.options
     tp = options.tp_size
     limit = topology.chip.hbm * (1 if options.max_total_tokens else options.mem_fraction_static)
-    wide, narrow = (setup.weights(tp) + setup.tokens * setup.kv_token(tp, narrow=narrow) for narrow in (False, True))
+    wide, narrow = (
+        setup.weights(setup.over) + setup.tokens * setup.kv_token(tp, narrow=narrow) for narrow in (False, True)
+    )
     helps = narrow < limit <= wide and not setup.model.keeps_latents
     found = [f"--kv-cache-dtype {KVCacheDtype.FLOAT8_E4M3.value}"] if helps else []
     return " or ".join([*found, *_more_devices(setup)]) or None
@@ -67,7 +74,7 @@ def suggest_remedies(setup: Setup, shortage: int) -> str | None:
     """Options that would help if weights and KV fit, but `shortage` bytes are missing: less KV, or more devices."""
     options, hbm = setup.options, setup.topology.chip.hbm
     fraction = math.floor(100 * (options.mem_fraction_static - shortage / hbm)) / 100
-    least = setup.weights(options.tp_size) + _MIN_TOKENS * setup.kv_token(options.tp_size)
+    least = setup.weights(setup.over) + _MIN_TOKENS * setup.kv_token(options.tp_size)
     found = []
     if options.max_total_tokens is None and fraction * hbm > least:
         found.append(f"--mem-fraction-static {fraction:g}")
@@ -84,13 +91,17 @@ def _more_devices(setup: Setup) -> list[str]:
     topology, tp = setup.topology, setup.options.tp_size
     usable = topology.chip.hbm * memory_fraction(topology.chip)
     for slice_ in (topology, *_larger(topology)):
-        for size in range(tp + 1, slice_.devices + 1):
-            if slice_.devices % size or not can_be_spread(setup.model, size):
+        for size in range(tp, slice_.devices + 1):
+            if slice_.devices % size:
                 continue
-            weights = setup.weights(size)
-            if weights < usable * _SHARE_OF_WEIGHTS and weights + setup.tokens * setup.kv_token(size) < usable:
-                where = "" if slice_ is topology else f" --topology {slice_}"
-                return [f"--tp {size}{where} ({weights / GIB:.1f} GiB of weights on each device)"]
+            for parts in parts_of_experts(setup.model, size):
+                if (size, parts) <= (tp, setup.over.experts):
+                    continue
+                weights = setup.weights(Parallelism(size, parts))
+                if weights < usable * _SHARE_OF_WEIGHTS and weights + setup.tokens * setup.kv_token(size) < usable:
+                    experts = "" if parts == 1 else f" --ep-size {parts}"
+                    where = "" if slice_ is topology else f" --topology {slice_}"
+                    return [f"--tp {size}{experts}{where} ({weights / GIB:.1f} GiB of weights on each device)"]
     return []
 
 

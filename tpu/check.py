@@ -56,6 +56,14 @@ DOES_NOT_FIT = 1
 @click.option("--topology", required=True, help="TPU slice, such as v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1")
 @option_by_all_names("tp_size", default=1, show_default=True, type=click.IntRange(min=1), help="devices per replica")
 @option_by_all_names(
+    "ep_size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="into how many parts the experts are divided among these devices",
+)
+@click.option("--enable-expert-parallel", is_flag=True, help="as --ep-size with the number of --tp-size")
+@option_by_all_names(
     "context_length", type=click.IntRange(min=1), help="maximum tokens of a request; default: the model's"
 )
 @option_by_all_names(

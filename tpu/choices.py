@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
+from typing import Final, Literal
 
-from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.parallelism import ONE_DEVICE, Parallelism
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.ggml_blocks import BlockType
@@ -23,6 +25,8 @@ from sglang_jax.runner.quantization import encodings_by_option
 from tpu.machine import Machine
 from tpu.topologies import GIB, Chip
 
+WHOLE_EXPERTS: Final = "all"
+
 PAGE_SIZE = 64
 """Tokens of a KV page: whole tiles of every storage dtype, and few copies for a block of keys."""
 
@@ -30,9 +34,6 @@ MEETING_PORT = 8482
 """Port on node 0 where the nodes of a slice meet: JAX's own default."""
 
 _SMALL_HBM = 20 * GIB
-
-_DIVIDED = frozenset({Axis.VOCABULARY, Axis.HEADS, Axis.KV_HEADS, Axis.INTERMEDIATE, Axis.CHANNELS, Axis.STATE_HEADS})
-"""Axes that are sharded over a tensor-parallel group, as in `layers.sharding`, which imports JAX."""
 
 _FLOAT32 = frozenset({Part.ROUTER, Part.SHARED_ROUTER})
 _WIDENED = frozenset({Part.EMBEDDING, Part.KEY_UP, Part.VALUE_UP})
@@ -43,13 +44,14 @@ _BFLOAT16_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Options of the server, and the reasons for them. `replicas`: of the whole slice."""
+    """Options of the server, and the reasons for them. `replicas`: of the whole slice; `ep`: parts of the experts."""
 
     tp: int
     replicas: int
     page_size: int
     mem_fraction_static: float
     reasons: tuple[str, ...]
+    ep: int = 1
 
 
 def choose(
@@ -57,12 +59,15 @@ def choose(
     model: ModelConfig,
     *,
     tp: int | None = None,
+    ep: int | Literal["all"] | None = None,
     replicas: int = 1,
     dtype: Dtype = Dtype.AUTO,
     quantization: WeightQuantization = WeightQuantization.AUTO,
 ) -> Choices:
-    """Chooses options for a model on a slice; `tp`: devices of each of `replicas`, if given. Raises `ConfigError` if
-    the slice cannot be divided, the model cannot be sharded, or its weights do not fit."""
+    """Chooses options for a model on a slice; `tp`: devices of each of `replicas`, and `ep`: parts of the experts, if
+    given (`WHOLE_EXPERTS`: as many as devices). Otherwise experts are divided by their columns, if the weights fit that
+    way. Raises `ConfigError` if the slice cannot be divided, the model cannot be sharded, or its weights do not
+    fit."""
     topology = machine.topology
     devices = devices_of_a_replica(machine, replicas)
     fraction = memory_fraction(topology.chip)
@@ -76,8 +81,12 @@ def choose(
             f"model can use {chosen}: choose a smaller slice, or --dp-size {nodes}, one replica per node"
         )
     encodings = encodings_by_option(model, quantization)
-    weights = weight_bytes(model, chosen, bytes_per_weight(dtype), encodings)
     usable = int(topology.chip.hbm * fraction)
+    sizes = {
+        parts: weight_bytes(model, Parallelism(chosen, parts), bytes_per_weight(dtype), encodings)
+        for parts in _parts_wanted(model, chosen, ep)
+    }
+    found, weights = next((item for item in sizes.items() if item[1] < usable), min(sizes.items(), key=itemgetter(1)))
     if weights >= usable:
         raise ConfigError(
             f"{weights / GIB:.1f} GiB of weights on each of {chosen} devices do not fit in {usable / GIB:.1f} GiB of "
@@ -85,16 +94,27 @@ def choose(
         )
     return Choices(
         tp=chosen,
+        ep=found,
         replicas=replicas,
         page_size=PAGE_SIZE,
         mem_fraction_static=fraction,
         reasons=(
             f"tp {chosen}: " + ("as given" if tp else f"the most of {devices} devices that the model can use"),
+            *([] if found == 1 else [f"ep {found}: " + ("as given" if ep else "weights fit by whole experts")]),
             f"page size {PAGE_SIZE}: fills whole memory tiles",
             f"mem-fraction-static {fraction:g}: {weights / GIB:.1f} GiB of weights and up to "
             f"{(usable - weights) / GIB:.1f} GiB of KV pages on each device of {topology.chip.hbm / GIB:.1f} GiB",
         ),
     )
+
+
+def _parts_wanted(model: ModelConfig, devices: int, ep: int | Literal["all"] | None) -> list[int]:
+    if ep is None:
+        return parts_of_experts(model, devices)
+    parts = devices if ep == WHOLE_EXPERTS else ep
+    if devices % parts:
+        raise ConfigError(f"--ep-size must divide the {devices} devices of a replica, got {parts}")
+    return [parts]
 
 
 def devices_of_a_replica(machine: Machine, replicas: int) -> int:
@@ -131,17 +151,17 @@ def bytes_per_weight(dtype: Dtype) -> int:
 
 def weight_bytes(
     model: ModelConfig,
-    size: int = 1,
+    over: Parallelism = ONE_DEVICE,
     width: int = 2,
     encodings: Encodings = all_plain,
     *,
     in_shards: bool = False,
 ) -> int:
-    """Bytes of the matrices on each of `size` devices, at `width` bytes per number unless `encodings` say otherwise;
+    """Bytes of the matrices on each device of `over`, at `width` bytes per number unless `encodings` say otherwise;
     norms and biases are negligible. Matrices without heads or columns to shard, such as routers and projections to
     latent vectors, are whole on every device. Of layers computed `in_shards`, matrices in groups are widened. Raises
     `ConfigError` if the model cannot be sharded over this many devices."""
-    specs = manifest_of(TensorParallel.of(model, size).config).specs.values()
+    specs = manifest_of(TensorParallel.of(model, over).config).specs.values()
     tied = model.tie_word_embeddings
     matrices = (spec for spec in specs if spec.is_matrix and not (tied and spec.name.part is Part.HEAD))
 
@@ -149,12 +169,12 @@ def weight_bytes(
         found = encodings(name)
         return None if in_shards and found is not None and groups_of(found.values) is not None else found
 
-    return sum(_bytes_of_matrix(spec, size, width, encoding_of(spec.name)) for spec in matrices)
+    return sum(_bytes_of_matrix(spec, over, width, encoding_of(spec.name)) for spec in matrices)
 
 
-def _bytes_of_matrix(spec: ParameterSpec, size: int, width: int, encoding: Encoding | None) -> int:
+def _bytes_of_matrix(spec: ParameterSpec, over: Parallelism, width: int, encoding: Encoding | None) -> int:
     rows, numbers = math.prod(spec.shape[:-1]), math.prod(spec.shape)
-    of_rows, of_all = ((size if _DIVIDED & set(chain(*axes)) else 1) for axes in (spec.axes[:-1], spec.axes))
+    of_rows, of_all = (math.prod(map(over.parts, chain(*axes))) for axes in (spec.axes[:-1], spec.axes))
     if spec.name.part in _FLOAT32:
         return 4 * numbers // of_all
     kind = None if encoding is None else groups_of(encoding.values)
@@ -162,9 +182,9 @@ def _bytes_of_matrix(spec: ParameterSpec, size: int, width: int, encoding: Encod
     if widened or spec.name.part in _WIDENED:
         return width * numbers // of_all
     if kind is not None and spec.places:
-        return _bytes_of_experts(spec, kind, size, width)
+        return _bytes_of_experts(spec, kind, over, width)
     if kind is not None:
-        of_inputs = size if _DIVIDED & set(spec.axes[-1]) else 1
+        of_inputs = math.prod(map(over.parts, spec.axes[-1]))
         return _bytes_in_groups(spec, kind, of_inputs, width) // of_all
     return numbers // of_all + 4 * rows // of_rows
 
@@ -178,11 +198,12 @@ def _bytes_in_groups(spec: ParameterSpec, kind: GroupType, of_inputs: int, width
     return numbers * kind.levels.bits // 8 + numbers // kind.weights * (_BFLOAT16_BYTES + kind.zeros)
 
 
-def _bytes_of_experts(spec: ParameterSpec, kind: GroupType, size: int, width: int) -> int:
-    """Bytes of one of `size` devices of a matrix of all experts, whose columns are sharded. In groups if one device has
-    whole groups of all three matrices; outputs and groups are then filled up: see `expert_groups_pallas.filled_up`."""
+def _bytes_of_experts(spec: ParameterSpec, kind: GroupType, over: Parallelism, width: int) -> int:
+    """Bytes on each device of a matrix of experts, with whole experts or parts of their columns. In groups if a device
+    has whole groups of all three matrices; outputs and groups are then filled up: see
+    `expert_groups_pallas.filled_up`."""
     experts, rows, inputs = (
-        length // (size if _DIVIDED & set(axes) else 1) for length, axes in zip(spec.shape, spec.axes, strict=True)
+        length // math.prod(map(over.parts, axes)) for length, axes in zip(spec.shape, spec.axes, strict=True)
     )
     if width != _BFLOAT16_BYTES or rows % kind.weights or inputs % kind.weights:
         return width * experts * rows * inputs
@@ -193,12 +214,19 @@ def _bytes_of_experts(spec: ParameterSpec, kind: GroupType, size: int, width: in
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:
     """The largest number of devices that divides all devices and over which the model can be sharded."""
-    return next(size for size in range(devices, 0, -1) if devices % size == 0 and can_be_spread(model, size))
+    return next(size for size in range(devices, 0, -1) if devices % size == 0 and parts_of_experts(model, size))
 
 
-def can_be_spread(model: ModelConfig, size: int) -> bool:
+def parts_of_experts(model: ModelConfig, devices: int) -> list[int]:
+    """The numbers of parts of experts with which a model can be spread over devices, in ascending order; empty if it
+    cannot be. 1 for a model without experts."""
+    parts = range(1, devices + 1) if any(layer.num_experts for layer in model.layers) else (1,)
+    return [each for each in parts if devices % each == 0 and _can_be_spread(model, Parallelism(devices, each))]
+
+
+def _can_be_spread(model: ModelConfig, over: Parallelism) -> bool:
     try:
-        TensorParallel.of(model, size)
+        TensorParallel.of(model, over)
     except ConfigError:
         return False
     return True

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.config import Dtype, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
@@ -39,6 +40,7 @@ from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
 from sglang_jax.runner.assembly import runner_spec
 from sglang_jax.runner.determinism import refuse_with_determinism
+from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.sizing import (
     choose_sizes,
     describe_pools,
@@ -69,7 +71,7 @@ def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) 
     folder = request.options.compilation_cache_dir
     before = frozenset() if folder is None else _existing_programs(folder)
     devices = _devices(request.topology, request.options.tp_size)
-    mesh = make_mesh(devices[: request.options.tp_size])
+    mesh = make_mesh(devices[: request.options.tp_size], expert=request.options.expert_parts)
     deployment, builders, buckets, names = _deploy(request, mesh)
     send(deployment)
     by_name = {str(bucket): bucket for bucket in buckets}
@@ -136,8 +138,9 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     refuse_with_determinism(options, request.model)
     refuse_with_states(options, request.model)
     refuse_with_latents(options, request.model)
+    refuse_without_experts(options, request.model)
     num_shards = shards_on_jax(options, request.model)
-    parallel = TensorParallel.of(request.model, options.tp_size, num_shards)
+    parallel = TensorParallel.of(request.model, Parallelism.of(options), num_shards)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])
     kv_dtype = kv_dtype_of(options, dtype)

@@ -18,7 +18,7 @@ from sglang_jax.engine.placement import Placement, separate_slice
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.local_hosts import is_loopback
 from sglang_jax.spellings import ALIASES, value_named
-from tpu.choices import MEETING_PORT, Choices, choose
+from tpu.choices import MEETING_PORT, WHOLE_EXPERTS, Choices, choose
 from tpu.machine import Machine, detect_machine, is_ipv6
 
 _SERVER = "sglang_jax.launch_server"
@@ -39,6 +39,12 @@ def _take_defaults(context: click.Context, parameter: click.Parameter, file: Pat
     "model_path", help="a folder, a .gguf file, a hub id, or demo; also without a flag  [default: demo]"
 )
 @option_by_all_names("tp_size", type=click.IntRange(min=1), help="devices per replica; default: all")
+@option_by_all_names(
+    "ep_size",
+    type=click.IntRange(min=1),
+    help="into how many parts the experts are divided; default: 1, or as many as their weights need to fit",
+)
+@option_by_all_names("enable_expert_parallel", is_flag=True, help="as --ep-size with all devices of a replica")
 @option_by_all_names(
     "dp_size",
     type=click.IntRange(min=1),
@@ -65,6 +71,8 @@ def launch(
     *,
     model_path: str | None,
     tp_size: int | None,
+    ep_size: int | None,
+    enable_expert_parallel: bool,
     dp_size: int | None,
     host: str | None,
     port: int | None,
@@ -81,7 +89,15 @@ def launch(
     dtype = dtype_among(server_options, from_file)
     quantization = quantization_among(server_options, from_file)
     shape = open_checkpoint(model, LoadFormat.DUMMY).config
-    choices = choose(machine, shape, tp=tp_size, replicas=dp_size or 1, dtype=dtype, quantization=quantization)
+    choices = choose(
+        machine,
+        shape,
+        tp=tp_size,
+        ep=WHOLE_EXPERTS if enable_expert_parallel else ep_size,
+        replicas=dp_size or 1,
+        dtype=dtype,
+        quantization=quantization,
+    )
     arguments = [] if config is None else ["--config", str(config)]
     arguments += server_arguments(machine, choices, model, from_file=context.default_map or ())
     arguments += [*listening_arguments(machine, choices, host, port), *server_options]
@@ -147,6 +163,7 @@ def server_arguments(machine: Machine, choices: Choices, model: str, *, from_fil
         "backend": "jax",
         "device": "tpu",
         "tp_size": str(choices.tp),
+        **({} if choices.ep == 1 else {"ep_size": str(choices.ep)}),
         "page_size": str(choices.page_size),
         "mem_fraction_static": f"{choices.mem_fraction_static:g}",
     }

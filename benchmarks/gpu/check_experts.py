@@ -10,6 +10,7 @@ import torch
 from gpu.bench import Bench, Row, Table
 from gpu.checks import Comparison, short
 from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, ExpertScores
+from sglang_jax.architectures.parallelism import ONE_DEVICE
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.experts import Experts
@@ -20,7 +21,7 @@ from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE
 
 _PADDING = 2
-_SHARD = ModelShard(rank=0, size=1, vocabulary=range(1), vocabulary_rows=1)
+_SHARD = ModelShard(rank=0, over=ONE_DEVICE, vocabulary=range(1), vocabulary_rows=1)
 
 
 def run(bench: Bench) -> Iterator[Table]:

@@ -15,6 +15,7 @@ from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import CachedArray, LayerPart
 from sglang_jax.architectures.kinds.recurrent import RecurrentConfig
 from sglang_jax.architectures.kinds.rope import RopeKind
+from sglang_jax.architectures.parallelism import Parallelism
 
 AnyAttention = AttentionConfig | LatentAttentionConfig
 
@@ -26,8 +27,8 @@ class ParallelMixer:
     attention: AnyAttention
     recurrent: RecurrentConfig
 
-    def sharded(self, size: int) -> ParallelMixer:
-        return ParallelMixer(attention=self.attention.sharded(size), recurrent=self.recurrent.sharded(size))
+    def sharded(self, over: Parallelism) -> ParallelMixer:
+        return ParallelMixer(attention=self.attention.sharded(over), recurrent=self.recurrent.sharded(over))
 
 
 Mixer = AnyAttention | RecurrentConfig | ParallelMixer
@@ -113,10 +114,10 @@ class LayerConfig:
         """Whether it caches arrays of heads, which are sharded, and not latent vectors."""
         return self.attention is not None and all(array.heads is not None for array in self.attention.cached)
 
-    def sharded(self, size: int) -> LayerConfig:
-        """The layer as it is built for `size` devices. Raises `ConfigError` if they cannot share it."""
-        mixer = None if self.mixer is None else self.mixer.sharded(size)
-        feed_forward = None if self.feed_forward is None else self.feed_forward.sharded(size)
+    def sharded(self, over: Parallelism) -> LayerConfig:
+        """The layer as it is built for several devices. Raises `ConfigError` if they cannot share it."""
+        mixer = None if self.mixer is None else self.mixer.sharded(over)
+        feed_forward = None if self.feed_forward is None else self.feed_forward.sharded(over)
         return replace(self, mixer=mixer, feed_forward=feed_forward)
 
 

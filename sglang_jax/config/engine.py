@@ -143,6 +143,12 @@ class EngineConfig(BaseModel):
         "(--tp-size); slower still",
     )
     tp_size: PositiveInt = Field(1, description="number of devices that share each layer (tensor parallelism)")
+    ep_size: PositiveInt = Field(
+        1,
+        description="into how many parts the experts are divided among the devices of --tp-size, whole experts each "
+        "(expert parallelism); devices with the same part share the columns of its experts",
+    )
+    enable_expert_parallel: bool = Field(False, description="as --ep-size with the number of --tp-size")
     dp_size: PositiveInt = Field(
         1, description="number of replicas on this machine, each on separate devices (data parallelism)"
     )
@@ -361,6 +367,11 @@ class EngineConfig(BaseModel):
         return f"deterministic {self.deterministic.value}"
 
     @property
+    def expert_parts(self) -> int:
+        """The number of parts into which experts are divided, by either option."""
+        return self.tp_size if self.enable_expert_parallel else self.ep_size
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether logits must not depend on the batch, by either option."""
         return self.enable_deterministic_inference or self.deterministic is not Deterministic.NONE
@@ -369,6 +380,18 @@ class EngineConfig(BaseModel):
     def _check_combinations(self) -> Self:
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+        if self.enable_expert_parallel and self.ep_size not in (1, self.tp_size):
+            raise ValueError(
+                f"enable_expert_parallel sets ep_size to tp_size, {self.tp_size}, and ep_size is {self.ep_size}: "
+                "remove one of the two"
+            )
+        if self.tp_size % self.ep_size:
+            raise ValueError(f"ep_size must divide tp_size, {self.tp_size}, got {self.ep_size}")
+        if self.expert_parts > 1 and self.deterministic is Deterministic.TP:
+            raise ValueError(
+                f"ep_size {self.expert_parts} changes the order of sums over experts, which deterministic tp excludes: "
+                "choose ep_size 1, or deterministic batch"
+            )
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ValueError(
                 f"max_total_tokens ({self.max_total_tokens}) must hold at least one page of {self.page_size} tokens"

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from sglang_jax.architectures.model_config import ModelConfig, cache_groups
+from sglang_jax.architectures.parallelism import ONE_DEVICE, Parallelism
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
@@ -34,7 +35,7 @@ from sglang_jax.layers.attention import Attention
 from sglang_jax.layers.block_matrix import BLOCK_AXES, BlockProducts, no_blocks
 from sglang_jax.layers.grouped_matrix import group_product
 from sglang_jax.layers.parameter import Parameter
-from sglang_jax.layers.sharding import make_mesh, partition_spec
+from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import (
     AttentionImplementation,
     StateDtypes,
@@ -123,11 +124,11 @@ class JaxBackend:
         `ConfigError` for options that the models or the machine do not support."""
         num_shards = shards_on_jax(config, models.main.config)
         for each in models.all:
-            TensorParallel.of(each.config, config.tp_size)  # refuses what cannot be sharded, on any machine
+            TensorParallel.of(each.config, Parallelism.of(config))  # refuses what cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
         attention = choose_attention(config, devices[0])
         dtype = select_dtype(config.dtype, devices[0])
-        return cls(config, devices, make_mesh(devices), dtype, attention, num_shards)
+        return cls(config, devices, make_mesh(devices, expert=config.expert_parts), dtype, attention, num_shards)
 
     @property
     def platform(self) -> str:
@@ -142,7 +143,7 @@ class JaxBackend:
         return f"{self.dtype.name} on {len(self.devices)} x {self.devices[0].device_kind}, KV in {self.kv_dtype.name}"
 
     def build(self, models: Models) -> UnloadedModel:
-        parallel = TensorParallel.of(models.main.config, self.config.tp_size, self.num_shards)
+        parallel = TensorParallel.of(models.main.config, Parallelism.of(self.config), self.num_shards)
         build = self._builder(parallel, models.main, models.quantization, self.kv_dtype)
         products = _block_products(self.config, models.main, build, self.devices[0], self.dtype, self.num_shards)
         if products is no_blocks:
@@ -152,7 +153,7 @@ class JaxBackend:
         return UnloadedModel(models.main, models.quantization, parallel, self.kv_dtype, build, build())
 
     def build_draft(self, draft: Checkpoint) -> UnloadedModel:
-        parallel = TensorParallel.of(draft.config, self.config.tp_size)
+        parallel = TensorParallel.of(draft.config, Parallelism.of(self.config))
         build = self._builder(parallel, draft, None, self.dtype)
         return UnloadedModel(draft, None, parallel, self.dtype, build, build())
 
@@ -183,7 +184,7 @@ class JaxBackend:
         return AttentionBackend.NUMBA.value if by_kernels else self.attention.value
 
     def weights_of(self, model: UnloadedModel) -> int:
-        return _bytes_of_weights(model.model, model.parallel.size)
+        return _bytes_of_weights(model.model, model.parallel.over)
 
     def groups_of(self, model: UnloadedModel) -> tuple[GroupMemory, ...]:
         states = state_dtypes_of(self.config, self.dtype)
@@ -207,7 +208,9 @@ class JaxBackend:
 
 def group_products(config: EngineConfig, dtype: jnp.dtype, num_shards: int | None) -> BlockProducts:
     """The kernels for matrices in groups on TPUs; none for other dtypes than bfloat16, and for layers in shards."""
-    return partial(group_product, devices=config.tp_size) if dtype == jnp.bfloat16 and num_shards is None else no_blocks
+    if dtype != jnp.bfloat16 or num_shards is not None:
+        return no_blocks
+    return partial(group_product, over=Parallelism.of(config))
 
 
 def _block_products(
@@ -234,7 +237,7 @@ def _block_products(
     if unit is not None:
         return products
     sizes = [
-        (set(BLOCK_AXES) & set(parameter.axes), _bytes_on_one_device(parameter, 1))
+        (set(BLOCK_AXES) & set(parameter.axes), _bytes_on_one_device(parameter, ONE_DEVICE))
         for parameter in parameters(build(block_products=products))
     ]
     needed = sum(size for in_blocks, size in sizes if in_blocks)
@@ -352,7 +355,7 @@ def memory_of_one_device(
     return Memory(
         platform=platform,
         available=available,
-        weights=_bytes_of_weights(model, parallel.size),
+        weights=_bytes_of_weights(model, parallel.over),
         groups=_groups(parallel, kv_dtype, page_size, platform, state_dtypes),
     )
 
@@ -381,14 +384,13 @@ def _least_of_nodes(available: int) -> int:
     return int(mebibytes.min()) * 2**20
 
 
-def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
+def _bytes_on_one_device(parameter: Parameter, over: Parallelism) -> int:
     bits = 4 if parameter.dtype == jnp.int4 else 8 * parameter.dtype.itemsize
-    size = math.prod(parameter.shape) * bits // 8
-    return size // count if "tensor" in partition_spec(parameter.axes) else size
+    return math.prod(parameter.shape) * bits // 8 // math.prod(map(over.parts, parameter.axes))
 
 
-def _bytes_of_weights(model: Transformer, count: int) -> int:
+def _bytes_of_weights(model: Transformer, over: Parallelism) -> int:
     """Bytes of the weights on one device, with matrices in blocks and groups as their kernels read them."""
     packed = nnx.clone(model)
     packed.pack()
-    return sum(_bytes_on_one_device(parameter, count) for parameter in parameters(packed))
+    return sum(_bytes_on_one_device(parameter, over) for parameter in parameters(packed))

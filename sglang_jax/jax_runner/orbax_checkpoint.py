@@ -34,7 +34,7 @@ from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.weights import read_parameters, stored_channels
 from sglang_jax.layers.parameter import Parameter
-from sglang_jax.layers.sharding import named_sharding
+from sglang_jax.layers.sharding import MESH_AXES, named_sharding, parallelism_of
 from sglang_jax.models.parameters import HEAD, parameters_of
 from sglang_jax.models.transformer import Transformer
 
@@ -157,14 +157,14 @@ def _to_restore(stored: _Stored, mesh: Mesh) -> jax.ShapeDtypeStruct:
     if stored.channels:
         axis = parameter.axes.index(Axis.CHANNELS)
         sharding = named_sharding(mesh, parameter.axes)
-        if stored.shape[axis] % mesh.shape["tensor"]:
+        if stored.shape[axis] % parallelism_of(mesh).devices:
             sharding = NamedSharding(mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(stored.shape, parameter.dtype, sharding=sharding)
     if stored.kv_heads is None:
         # Orbax pads an axis that is longer than stored, the vocabulary, with zeros.
         return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=named_sharding(mesh, parameter.axes))
-    devices = mesh.devices.reshape(mesh.shape["data"], stored.kv_heads, -1, mesh.shape["expert"])
-    by_heads = Mesh(devices, ("data", "tensor", "copies", "expert"))
+    devices = mesh.devices.reshape(mesh.shape["data"], stored.kv_heads, 1, -1)
+    by_heads = Mesh(devices, (*MESH_AXES, "copies"))
     return jax.ShapeDtypeStruct(stored.shape, parameter.dtype, sharding=named_sharding(by_heads, parameter.axes))
 
 

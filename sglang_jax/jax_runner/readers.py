@@ -31,8 +31,7 @@ from sglang_jax.jax_runner.sampler import (
     sample,
 )
 from sglang_jax.jax_runner.sampling_state import SamplingState
-
-_AXIS = "tensor"
+from sglang_jax.layers.sharding import TENSOR, parallelism_of
 
 T = TypeVar("T")
 
@@ -64,14 +63,14 @@ class LogitsReader(Protocol):
 
 def reader_over(mesh: Mesh | None, tile_rows: int | None = None) -> LogitsReader:
     """`tile_rows`: of logprobs, see `in_tiles`."""
-    if mesh is None or mesh.shape[_AXIS] == 1:
+    if mesh is None or parallelism_of(mesh).devices == 1:
         return WholeLogits(tile_rows)
     return ShardedLogits(mesh, tile_rows)
 
 
 def logits_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of the logits of a head that is sharded over `mesh`."""
-    return NamedSharding(mesh, PartitionSpec(None, _AXIS))
+    return NamedSharding(mesh, PartitionSpec(None, TENSOR))
 
 
 class WholeLogits:
@@ -100,7 +99,7 @@ class ShardedLogits:
 
     def __init__(self, mesh: Mesh, tile_rows: int | None = None) -> None:
         self._mesh, self._tile_rows = mesh, tile_rows
-        self._devices = mesh.shape[_AXIS]
+        self._devices = parallelism_of(mesh).devices
 
     def sample(
         self,
@@ -122,7 +121,7 @@ class ShardedLogits:
             own = state.select(rows)
             needs = LineNeeds.of(own, kv_lens, active, state.vocab_size)
             if masks is not None:
-                tokens_here = lax.axis_index(_AXIS) * columns.shape[1] + jnp.arange(columns.shape[1], dtype=jnp.int32)
+                tokens_here = lax.axis_index(TENSOR) * columns.shape[1] + jnp.arange(columns.shape[1], dtype=jnp.int32)
                 columns = jnp.where(unpack_masks(masks.words, tokens_here), columns, -jnp.inf)
             largest, least, greedy_tokens = _extremes(columns, state.vocab_size)
             finite = are_finite(largest, least) if masks is None else masks.finite
@@ -151,7 +150,7 @@ class ShardedLogits:
     def _on_each(self, run: Callable[..., T], others: int) -> Callable[..., T]:
         """Runs `run` on each device with its columns, the first argument, and `others` more, which are replicated."""
         whole = PartitionSpec()
-        specs = (PartitionSpec(None, _AXIS), *[whole] * others)
+        specs = (PartitionSpec(None, TENSOR), *[whole] * others)
         return jax.shard_map(run, mesh=self._mesh, in_specs=specs, out_specs=whole, check_vma=False)
 
 
@@ -165,16 +164,16 @@ class _Lines:
 
     def mine(self, arrays: T) -> T:
         """This device's lines of replicated arrays `[count, ...]`."""
-        first = lax.axis_index(_AXIS) * self._own
+        first = lax.axis_index(TENSOR) * self._own
         return jax.tree.map(lambda array: lax.dynamic_slice_in_dim(self._filled(array), first, self._own), arrays)
 
     def exchange(self, columns: jax.Array) -> jax.Array:
         """Exchanges this device's columns of all lines for all columns of its lines."""
-        return lax.all_to_all(self._filled(columns), _AXIS, split_axis=0, concat_axis=1, tiled=True)
+        return lax.all_to_all(self._filled(columns), TENSOR, split_axis=0, concat_axis=1, tiled=True)
 
     def gather(self, arrays: T) -> T:
         """Gathers the lines of all devices: `[count, ...]`."""
-        return jax.tree.map(lambda array: lax.all_gather(array, _AXIS, tiled=True)[: self._count], arrays)
+        return jax.tree.map(lambda array: lax.all_gather(array, TENSOR, tiled=True)[: self._count], arrays)
 
     def _filled(self, array: jax.Array) -> jax.Array:
         return jnp.pad(array, ((0, self._padding), *[(0, 0)] * (array.ndim - 1)))
@@ -184,14 +183,14 @@ def _extremes(columns: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array
     """The largest and the smallest logit of each line over all devices, and the first token with the largest, as by
     `first_argmax`. Exchanges three numbers per line."""
     width = columns.shape[1]
-    first = lax.axis_index(_AXIS) * width
+    first = lax.axis_index(TENSOR) * width
     upper = lower = columns
-    if width * lax.axis_size(_AXIS) > vocab_size:
+    if width * lax.axis_size(TENSOR) > vocab_size:
         real = first + jnp.arange(width, dtype=jnp.int32) < vocab_size
         upper, lower = jnp.where(real, columns, -jnp.inf), jnp.where(real, columns, jnp.inf)
     bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
     own = jnp.stack([bits(largest_logit(upper)), bits(jnp.min(lower, axis=-1)), first + first_argmax(upper)])
-    every = lax.all_gather(own, _AXIS)
+    every = lax.all_gather(own, TENSOR)
     largest, least = (lax.bitcast_convert_type(every[:, part], jnp.float32) for part in (0, 1))
     whole = jnp.max(largest, axis=0)
     tokens = jnp.min(jnp.where(largest == whole, every[:, 2], vocab_size), axis=0)

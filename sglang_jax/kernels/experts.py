@@ -96,8 +96,8 @@ class ExpertProducts(StrEnum):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertWeights:
-    """All experts, or one device's shard of their columns: matrices `[experts, columns, hidden]`, biases `[experts,
-    columns]` (the caller adds that of `down`, once for all devices). 8-bit matrices have float32 scales: `[experts,
+    """The experts of a device, or its shard of their columns: matrices `[experts, columns, hidden]`, biases `[experts,
+    columns]` (`[experts, hidden]` for `down`, which the caller adds). 8-bit matrices have float32 scales: `[experts,
     columns]`, and `[experts, hidden]` for `down`. Matrices in blocks are for `ExpertProducts.TILES`, on one device; all
     matrices in groups for `ExpertProducts.GROUPS`.
 
@@ -110,6 +110,7 @@ class ExpertWeights:
     down: ExpertMatrices
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
     gate_scales: jax.Array | None = None
     up_scales: jax.Array | None = None
     down_scales: jax.Array | None = None
@@ -161,6 +162,13 @@ class ExpertChoice:
         """Scores, float32 `[T, experts]`; 0 for experts that were not chosen."""
         chosen = self.experts[..., None] == jnp.arange(experts)
         return jnp.where(chosen, self.scores[..., None], 0.0).sum(1)
+
+    def among(self, count: int, first: jax.Array) -> ExpertChoice:
+        """The choice among `count` experts from number `first`, int32 `[]`, on, numbered from 0; others become
+        padding."""
+        numbers = self.experts - first
+        own = (numbers >= 0) & (numbers < count)
+        return ExpertChoice(jnp.where(own, numbers, count), jnp.where(own, self.scores, 0.0))
 
     def tokens_of(self, experts: int) -> jax.Array:
         """The number of tokens that chose each expert, int32 `[experts]`."""

@@ -24,7 +24,7 @@ from sglang_jax.layers.grouped_matrix import GroupProduct
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import named_sharding
 
-BLOCK_AXES = (Axis.IN_BLOCKS, Axis.SHARDED_IN_BLOCKS, Axis.IN_BLOCK)
+BLOCK_AXES = (Axis.IN_BLOCKS, Axis.SHARDED_IN_BLOCKS, Axis.EXPERT_IN_BLOCKS, Axis.IN_BLOCK)
 """The axes that replace inputs in the arrays of a matrix in blocks, until they are packed."""
 
 

@@ -21,6 +21,7 @@ from sglang_jax.kernels.experts import (
     ExpertMatrices,
     ExpertProducts,
     ExpertWeights,
+    Gate,
     multiply_experts,
 )
 from sglang_jax.kernels.row_tiles import in_tiles
@@ -30,9 +31,11 @@ from sglang_jax.layers.grouped_matrix import GroupedExperts, GroupProduct
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.parameter import Parameter, matmul, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
-from sglang_jax.layers.sharding import automatic_mesh, partition_spec
+from sglang_jax.layers.sharding import TENSOR, automatic_mesh, has_first_copy, partition_spec
 
 _FLOAT32 = jnp.dtype(jnp.float32)
+_NUMBERED = (Axis.ROUTED, Axis.EXPERTS)
+"""The experts as a router numbers them, and as devices have them."""
 _MIN_SUM = 1e-20
 """Minimum sum by which scores are divided, since all sigmoids may be 0."""
 
@@ -43,15 +46,15 @@ class Experts(nnx.Module):
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         self.config = config
         self.for_tpu, self.tile_rows = options.implementation.for_tpu, options.implementation.tile_rows
-        self.dtype, experts = options.dtype, (Axis.EXPERTS, config.num_experts)
-        hidden, inner = (Axis.HIDDEN, options.hidden_size), (Axis.INTERMEDIATE, config.size)
+        self.dtype, routed, experts = (options.dtype, *((axis, config.num_experts) for axis in _NUMBERED))
+        hidden, inner = (Axis.HIDDEN, options.hidden_size), (Axis.EXPERT_INTERMEDIATE, config.size)
 
         def bias(part: Part, *axes: tuple[Axis, int], wanted: bool = config.bias) -> Parameter | None:
             return parameter(axes, _FLOAT32, part, kind=ParameterKind.BIAS) if wanted else None
 
-        self.router = parameter([hidden, experts], _FLOAT32, Part.ROUTER)
-        self.router_bias = bias(Part.ROUTER, experts, wanted=config.router_bias)
-        self.correction = bias(Part.ROUTER_CORRECTION, experts, wanted=config.correction)
+        self.router = parameter([hidden, routed], _FLOAT32, Part.ROUTER)
+        self.router_bias = bias(Part.ROUTER, routed, wanted=config.router_bias)
+        self.correction = bias(Part.ROUTER_CORRECTION, routed, wanted=config.correction)
 
         in_groups = all(
             isinstance(product, GroupProduct) and product.serves([column])
@@ -91,12 +94,8 @@ class Experts(nnx.Module):
         choice = ExpertChoice(*in_tiles(self._choose, (x, step.padding), self.tile_rows))
         weights = self._weights()
         products = self._products(len(x), weights)
-        multiply = partial(multiply_experts, products, gate=self._gated, tile=self.tile_rows)
+        multiply = partial(_multiply_own, products, config.num_experts, gate=self._gated, tile=self.tile_rows)
         found = _on_each_device(multiply, x.astype(self.dtype), weights, choice)
-        if self.down_bias is not None:
-            scores = choice.by_expert(config.num_experts)
-            biases = self.down_bias[...]
-            found = found + in_tiles(lambda scores: matmul(scores, biases), scores, self.tile_rows)
         if self.shared is not None:
             found = found + self.shared(x)
         if memory.expert_tokens is not None:
@@ -123,7 +122,8 @@ class Experts(nnx.Module):
         return choice.experts, choice.scores
 
     def _weights(self) -> ExpertWeights:
-        further = (self.gate_bias, self.up_bias, self.gate_scales, self.up_scales, self.down_scales)
+        scales = (self.gate_scales, self.up_scales, self.down_scales)
+        further = (self.gate_bias, self.up_bias, self.down_bias, *scales)
         gate, up, down = map(self._matrices, (self.gate, self.up, self.down))
         return ExpertWeights(gate, up, down, *(None if array is None else array[...] for array in further))
 
@@ -212,26 +212,50 @@ def _in_best_groups(config: ExpertsConfig, ranked: jax.Array) -> jax.Array:
     return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(ranked.shape)
 
 
+def _multiply_own(
+    products: ExpertProducts,
+    experts: int,
+    x: jax.Array,
+    weights: ExpertWeights,
+    choice: ExpertChoice,
+    *,
+    gate: Gate,
+    tile: int | None,
+) -> jax.Array:
+    """`multiply_experts` by those of `experts` whose `weights` this device has; the others count as not chosen."""
+    if weights.count < experts:
+        choice = choice.among(weights.count, jax.lax.axis_index("expert") * weights.count)
+    found = multiply_experts(products, x, weights, choice, gate, tile)
+    biases = weights.down_bias
+    if biases is None:
+        return found
+    return found + in_tiles(lambda scores: matmul(scores, biases), choice.by_expert(weights.count), tile)
+
+
 def _on_each_device(
     multiply: partial[jax.Array], x: jax.Array, weights: ExpertWeights, choice: ExpertChoice
 ) -> jax.Array:
-    """Runs `multiply` on each device with its shard of the columns of every expert, and sums the results."""
+    """Runs `multiply` on each device with its experts, or its shard of their columns, and sums the results."""
     mesh = automatic_mesh()
     if mesh is None:
         return multiply(x, weights, choice)
 
     def run(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:
-        return jax.lax.psum(multiply(x, weights, choice), "tensor")
+        if weights.down_bias is not None:
+            # The sum over devices adds the bias of an expert once.
+            weights = replace(weights, down_bias=weights.down_bias * has_first_copy((Axis.EXPERTS, Axis.HIDDEN)))
+        return jax.lax.psum(multiply(x, weights, choice), TENSOR)
 
-    columns = (Axis.EXPERTS, Axis.INTERMEDIATE, Axis.HIDDEN)
-    of_gate = (Axis.EXPERTS, Axis.HIDDEN, Axis.INTERMEDIATE) if weights.in_groups else columns
-    of_columns = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE))
+    columns = (Axis.EXPERTS, Axis.EXPERT_INTERMEDIATE, Axis.HIDDEN)
+    of_gate = (Axis.EXPERTS, Axis.HIDDEN, Axis.EXPERT_INTERMEDIATE) if weights.in_groups else columns
+    of_columns = partition_spec((Axis.EXPERTS, Axis.EXPERT_INTERMEDIATE))
     of_outputs = partition_spec((Axis.EXPERTS, Axis.HIDDEN))
     placed = [
         None if array is None else spec
         for array, spec in (
             (weights.gate_bias, of_columns),
             (weights.up_bias, of_columns),
+            (weights.down_bias, of_outputs),
             (weights.gate_scales, of_columns),
             (weights.up_scales, of_columns),
             (weights.down_scales, of_outputs),

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.parallelism import ONE_DEVICE, Parallelism
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, groups_of
@@ -20,7 +21,7 @@ from sglang_jax.checkpoint.reader import Role
 from sglang_jax.kernels.expert_groups_pallas import filled_up
 from sglang_jax.kernels.group_product_pallas import GroupedWeights, fits, multiply_in_groups
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
-from sglang_jax.layers.sharding import MESH_AXIS, automatic_mesh, partition_spec
+from sglang_jax.layers.sharding import MESH_AXIS, TENSOR, automatic_mesh, partition_spec
 
 _IN_ANOTHER_ORDER = {Axis.CHANNELS, Axis.STATE_HEADS}
 """Axes along which each of several devices has several runs of the checkpoint's rows."""
@@ -28,11 +29,11 @@ _IN_ANOTHER_ORDER = {Axis.CHANNELS, Axis.STATE_HEADS}
 
 @dataclass(frozen=True, slots=True)
 class GroupProduct:
-    """The TPU kernel of products with matrices in groups of one `kind`, sharded over `devices`. `interpret`: for tests
+    """The TPU kernel of products with matrices in groups of one `kind`, sharded `over` devices. `interpret`: for tests
     without a TPU."""
 
     kind: GroupType
-    devices: int = 1
+    over: Parallelism = ONE_DEVICE
     interpret: bool = False
 
     @property
@@ -42,8 +43,8 @@ class GroupProduct:
     def serves(self, inputs: Sizes) -> bool:
         """Whether each device has whole groups of a matrix with these inputs, and vector memory for them."""
         own = math.prod(size for _, size in inputs)
-        if _sharded(inputs) and self.devices > 1:
-            own, cut = divmod(own, self.devices)
+        if (parts := math.prod(self.over.parts(axis) for axis, _ in inputs)) > 1:
+            own, cut = divmod(own, parts)
             if cut or _IN_ANOTHER_ORDER & {axis for axis, _ in inputs}:
                 return False
         levels = jnp.dtype(jnp.int4 if self.kind.levels.bits == 4 else self.kind.levels.dtype)
@@ -53,10 +54,10 @@ class GroupProduct:
         return multiply_in_groups(x, weights, interpret=self.interpret)
 
 
-def group_product(encoding: Encoding, devices: int) -> GroupProduct | None:
+def group_product(encoding: Encoding, over: Parallelism) -> GroupProduct | None:
     """The kernel of an encoding; None for matrices that are not in groups."""
     kind = groups_of(encoding.values)
-    return None if kind is None else GroupProduct(kind, devices)
+    return None if kind is None else GroupProduct(kind, over)
 
 
 class GroupedMatrix(nnx.Module):
@@ -74,14 +75,14 @@ class GroupedMatrix(nnx.Module):
         self.product = product
         self.of_inputs = of_inputs
         self.output_axes = tuple(axis for axis, _ in outputs)
-        self.output_sizes = tuple(size if MESH_AXIS[axis] is None else -1 for axis, size in outputs)
+        self.output_sizes = tuple(-1 if MESH_AXIS[axis] else size for axis, size in outputs)
         rows = Axis.SHARDED_IN_BLOCKS if of_inputs else Axis.IN_TILES
         self.axes = rows, next((axis for axis in self.output_axes if MESH_AXIS[axis]), Axis.IN_TILES)
 
     def pack(self) -> None:
         """Changes the loaded array, or its shape, to those that the kernel reads."""
         pack = partial(packed_groups, self.product.kind)
-        self.arrays = _packed(self.arrays["values"], pack, self.axes, self.product.devices)
+        self.arrays = _packed(self.arrays["values"], pack, self.axes, self.product.over)
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """`x [T, *in]` → float32 `[T, *out]`; see `Matrix`."""
@@ -93,7 +94,7 @@ class GroupedMatrix(nnx.Module):
 
         def own(x: jax.Array, weights: GroupedWeights) -> jax.Array:
             product = self._product(x, weights)
-            return jax.lax.psum(product, "tensor") if self.of_inputs else product
+            return jax.lax.psum(product, TENSOR) if self.of_inputs else product
 
         columns = partition_spec((Axis.TOKENS, self.axes[0]))
         places = columns, partition_spec(self.axes)
@@ -119,8 +120,8 @@ class GroupedExperts(nnx.Module):
         outputs: tuple[Axis, int],
         part: Part,
     ) -> None:
-        kind, of_inputs = product.kind, _sharded([inputs])
-        own = Axis.SHARDED_IN_BLOCKS if of_inputs else Axis.IN_BLOCKS
+        kind = product.kind
+        own = Axis.EXPERT_IN_BLOCKS if inputs[0] is Axis.EXPERT_INTERMEDIATE else Axis.IN_BLOCKS
         blocks = [(own, inputs[1] // kind.weights), (Axis.IN_BLOCK, kind.nbytes)]
         values = parameter([experts, outputs, *blocks], jnp.dtype(jnp.uint8), part, role=Role.VALUES)
         self.arrays = nnx.Dict(values=values)
@@ -131,7 +132,7 @@ class GroupedExperts(nnx.Module):
         """See `GroupedMatrix.pack`."""
         pack = jax.vmap(partial(packed_groups, self.product.kind))
         of_device = lambda blocks: filled_up(pack(blocks))  # noqa: E731
-        self.arrays = _packed(self.arrays["values"], of_device, self.axes, self.product.devices)
+        self.arrays = _packed(self.arrays["values"], of_device, self.axes, self.product.over)
 
     def weights(self) -> GroupedWeights:
         """See `kernels.experts.ExpertGroups`."""
@@ -139,15 +140,15 @@ class GroupedExperts(nnx.Module):
 
 
 def _packed(
-    blocks: Parameter, pack: Callable[[jax.Array], GroupedWeights], axes: tuple[Axis, ...], devices: int
+    blocks: Parameter, pack: Callable[[jax.Array], GroupedWeights], axes: tuple[Axis, ...], over: Parallelism
 ) -> nnx.Dict:
     """The arrays that a kernel reads, with their axes, or their shapes, of loaded blocks. Each device packs its own."""
     values = blocks.get_value()
     if isinstance(values, jax.ShapeDtypeStruct):
-        own = jax.ShapeDtypeStruct(_on_devices(values.shape, blocks.axes, 1, devices), values.dtype)
+        of_device = [length // over.parts(axis) for length, axis in zip(values.shape, blocks.axes, strict=True)]
         packed = jax.tree.map(
-            lambda each: jax.ShapeDtypeStruct(_on_devices(each.shape, axes, devices, 1), each.dtype),
-            jax.eval_shape(pack, own),
+            lambda each: jax.ShapeDtypeStruct(_on_all(each.shape, axes, over), each.dtype),
+            jax.eval_shape(pack, jax.ShapeDtypeStruct(of_device, values.dtype)),
         )
     elif isinstance(values.sharding, NamedSharding):
         places = partition_spec(blocks.axes), partition_spec(axes)
@@ -160,10 +161,9 @@ def _packed(
     return nnx.Dict({name: Parameter(array, axes=axes, parts=(), role=None) for name, array in found.items()})
 
 
-def _on_devices(shape: Sequence[int], axes: Sequence[Axis], devices: int, before: int) -> tuple[int, ...]:
-    """The shape on `devices` of an array whose shape is that on `before` devices; each has a part of sharded axes."""
-    lengths = zip(shape, axes, strict=True)
-    return tuple(length * devices // before if MESH_AXIS[axis] else length for length, axis in lengths)
+def _on_all(shape: Sequence[int], axes: Sequence[Axis], over: Parallelism) -> tuple[int, ...]:
+    """The shape of an array of which each device has a part of this shape."""
+    return tuple(length * over.parts(axis) for length, axis in zip(shape, axes, strict=True))
 
 
 def _weights(kind: GroupType, arrays: nnx.Dict) -> GroupedWeights:
@@ -172,7 +172,7 @@ def _weights(kind: GroupType, arrays: nnx.Dict) -> GroupedWeights:
 
 
 def _sharded(sizes: Sizes) -> bool:
-    return any(MESH_AXIS[axis] is not None for axis, _ in sizes)
+    return any(MESH_AXIS[axis] for axis, _ in sizes)
 
 
 def packed_groups(kind: GroupType, blocks: jax.Array) -> GroupedWeights:

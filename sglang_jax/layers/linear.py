@@ -27,7 +27,7 @@ class Linear(nnx.Module):
         self.matrix = matrix_for(inputs, outputs, parts, options)
         self.bias = parameter(outputs, options.dtype, *parts, kind=ParameterKind.BIAS) if bias else None
         # A shard has fewer outputs.
-        self.outputs = tuple(size if MESH_AXIS[axis] is None else -1 for axis, size in outputs)
+        self.outputs = tuple(-1 if MESH_AXIS[axis] else size for axis, size in outputs)
 
     def __call__(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """`of_outputs`: see `Matrix.multiply`."""

@@ -21,7 +21,7 @@ from sglang_jax.layers.grouped_matrix import GroupedMatrix, GroupProduct
 from sglang_jax.layers.layout import InOutLayout, Layout
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.part import PartOptions
-from sglang_jax.layers.sharding import automatic_mesh, partition_spec
+from sglang_jax.layers.sharding import TENSOR, automatic_mesh, partition_spec
 
 
 class Matrix(Protocol):
@@ -79,11 +79,11 @@ class ScaledMatrix(nnx.Module):
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         x, values, scales = x.astype(self.dtype), self.values[...], self.scales[...]
         mesh, inputs = automatic_mesh(), partition_spec(self.input_axes)
-        if mesh is None or "tensor" not in inputs:
+        if mesh is None or not any(inputs):
             return self._product(x, values, scales, of_outputs)
 
         def sums(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
-            return jax.lax.psum(self._product(x, values, scales, of_outputs), "tensor")
+            return jax.lax.psum(self._product(x, values, scales, of_outputs), TENSOR)
 
         # Scaled before it is summed: the compiler rounds what devices exchange if rounding is all that follows the sum.
         places = inputs, partition_spec(self.values.axes), partition_spec(self.scales.axes)

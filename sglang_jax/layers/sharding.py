@@ -7,48 +7,55 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.recurrent import StateArray
+from sglang_jax.architectures.parallelism import Parallelism
 
 MESH_AXES = ("data", "tensor", "expert")
 
+TENSOR = ("tensor", "expert")
+"""The axes of the mesh over which all but experts are sharded, as if they were one."""
 
-MESH_AXIS: dict[Axis, str | None] = {
-    Axis.TOKENS: None,
-    Axis.HIDDEN: None,
-    Axis.VOCABULARY: "tensor",
-    Axis.HEADS: "tensor",
-    Axis.KV_HEADS: "tensor",
-    Axis.HEAD_PART: None,
-    Axis.HEAD_DIM: None,
-    Axis.GATE_OR_UP: None,
-    Axis.INTERMEDIATE: "tensor",
-    Axis.LATENT: None,
-    Axis.EXPERTS: None,
-    Axis.PAGES: None,
-    Axis.PAGE_OFFSET: None,
-    Axis.KEY_OR_VALUE: None,
-    Axis.CHANNELS: "tensor",
-    Axis.STATE_HEADS: "tensor",
-    Axis.TAPS: None,
-    Axis.IN_BLOCKS: None,
-    Axis.SHARDED_IN_BLOCKS: "tensor",
-    Axis.IN_BLOCK: None,
-    Axis.IN_TILES: None,
-    Axis.ONE: None,
+MESH_AXIS: dict[Axis, tuple[str, ...]] = {
+    Axis.TOKENS: (),
+    Axis.HIDDEN: (),
+    Axis.VOCABULARY: TENSOR,
+    Axis.HEADS: TENSOR,
+    Axis.KV_HEADS: TENSOR,
+    Axis.HEAD_PART: (),
+    Axis.HEAD_DIM: (),
+    Axis.GATE_OR_UP: (),
+    Axis.INTERMEDIATE: TENSOR,
+    Axis.LATENT: (),
+    Axis.EXPERTS: ("expert",),
+    Axis.EXPERT_INTERMEDIATE: ("tensor",),
+    Axis.ROUTED: (),
+    Axis.PAGES: (),
+    Axis.PAGE_OFFSET: (),
+    Axis.KEY_OR_VALUE: (),
+    Axis.CHANNELS: TENSOR,
+    Axis.STATE_HEADS: TENSOR,
+    Axis.TAPS: (),
+    Axis.IN_BLOCKS: (),
+    Axis.SHARDED_IN_BLOCKS: TENSOR,
+    Axis.EXPERT_IN_BLOCKS: ("tensor",),
+    Axis.IN_BLOCK: (),
+    Axis.IN_TILES: (),
+    Axis.ONE: (),
 }
 """Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019): each device computes whole heads and a part of the
-feed-forward layer; a sum over devices follows each of the two."""
+feed-forward layer; a sum over devices follows each of the two. Experts: see `Parallelism`."""
 
 KV_AXES = (Axis.PAGES, Axis.KV_HEADS, Axis.KEY_OR_VALUE, Axis.PAGE_OFFSET, Axis.HEAD_DIM)
 """The axes of a layer's KV pages: see `kernels.kv_storage`."""
 
 
 def partition_spec(axes: Sequence[Axis]) -> PartitionSpec:
-    return PartitionSpec(*(MESH_AXIS[axis] for axis in axes))
+    return PartitionSpec(*(MESH_AXIS[axis] or None for axis in axes))
 
 
 def named_sharding(mesh: Mesh, axes: Sequence[Axis]) -> NamedSharding:
@@ -58,6 +65,19 @@ def named_sharding(mesh: Mesh, axes: Sequence[Axis]) -> NamedSharding:
 def spec_of_state(array: StateArray) -> PartitionSpec:
     """The sharding of the pool `[slots, ...]` of an array of a recurrent state."""
     return PartitionSpec(*[None] * (1 + array.sharded_axis), MESH_AXIS[Axis.STATE_HEADS])
+
+
+def parallelism_of(mesh: Mesh | AbstractMesh) -> Parallelism:
+    """How a mesh divides a model."""
+    return Parallelism(mesh.shape["tensor"] * mesh.shape["expert"], mesh.shape["expert"])
+
+
+def has_first_copy(axes: Sequence[Axis]) -> jax.Array:
+    """Whether this device is the first of those that have its part of an array with these axes, bool `[]`. For use on
+    each device (`shard_map`)."""
+    divided = {name for axis in axes for name in MESH_AXIS[axis]}
+    copies = tuple(name for name in TENSOR if name not in divided)
+    return jax.lax.axis_index(copies) == 0 if copies else jnp.bool_(True)
 
 
 def automatic_mesh() -> AbstractMesh | None:

@@ -25,9 +25,17 @@ from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.matrix import Matrix
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.part import LayerMemory, LayerPart, LayerStep
-from sglang_jax.layers.sharding import KV_AXES, MESH_AXIS, automatic_mesh, partition_spec, spec_of_state
+from sglang_jax.layers.sharding import (
+    KV_AXES,
+    MESH_AXIS,
+    TENSOR,
+    automatic_mesh,
+    has_first_copy,
+    parallelism_of,
+    partition_spec,
+    spec_of_state,
+)
 
-_TENSOR = "tensor"
 _WHOLE = PartitionSpec()
 
 
@@ -50,7 +58,7 @@ class Shards:
             return run(weights.arrays, x, step, memory, devices=1)
         places = _memory_specs(layer, memory)
         return jax.shard_map(
-            partial(run, devices=mesh.shape[_TENSOR]),
+            partial(run, devices=parallelism_of(mesh).devices),
             mesh=mesh,
             in_specs=(weights.specs, _WHOLE, _WHOLE, places),
             out_specs=(_WHOLE, places),
@@ -86,7 +94,7 @@ class Shards:
         outputs, memory = _loop(own, one, (jnp.zeros((own, *x.shape), x.dtype), memory))
         total = _tree(list(outputs.astype(jnp.float32)))
         if devices > 1:
-            total = _tree(list(lax.all_gather(total, _TENSOR)))
+            total = _tree(list(lax.all_gather(total, TENSOR)))
         return total.astype(x.dtype), memory
 
     def _step_of_shard(
@@ -116,7 +124,7 @@ class Shards:
         `[m, vocab]`, which are on the devices of their shards."""
         weights = _Weights.of((matrix,))
         mesh = automatic_mesh()
-        devices = 1 if mesh is None else mesh.shape[_TENSOR]
+        devices = 1 if mesh is None else parallelism_of(mesh).devices
         own = self.total // devices
 
         def run(arrays: list[jax.Array], hidden: jax.Array) -> jax.Array:
@@ -133,7 +141,7 @@ class Shards:
 
         if mesh is None:
             return run(weights.arrays, hidden)
-        columns = PartitionSpec(None, _TENSOR)
+        columns = PartitionSpec(None, TENSOR)
         return jax.shard_map(run, mesh=mesh, in_specs=(weights.specs, _WHOLE), out_specs=columns, check_vma=False)(
             weights.arrays, hidden
         )
@@ -161,17 +169,17 @@ class _Weights:
 
     def of_shard(self, arrays: list[jax.Array], number: jax.Array, own: int, devices: int) -> tuple[Any, ...]:
         """The modules with the weights of this device's shard `number` of `own`."""
-        first = number == 0
-        if devices > 1:
-            first &= lax.axis_index(_TENSOR) == 0
 
         def of(parameter: Parameter, array: jax.Array) -> jax.Array:
-            axis = next((axis for axis, name in enumerate(parameter.axes) if MESH_AXIS[name] == _TENSOR), None)
+            axis = next((axis for axis, name in enumerate(parameter.axes) if own > 1 and MESH_AXIS[name]), None)
             if axis is not None:
                 length = array.shape[axis] // own
                 return lax.dynamic_slice_in_dim(array, number * length, length, axis)
             if parameter.kind is ParameterKind.BIAS and parameter.axes[-1] is Axis.HIDDEN:
                 # One shard has the bias of an output: the sum over shards adds it once.
+                first = number == 0
+                if devices > 1:
+                    first &= has_first_copy(parameter.axes)
                 return jnp.where(first, array, jnp.zeros_like(array))
             return array
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.config import Deterministic, EngineConfig, MambaDtype, ModelImpl
 from sglang_jax.errors import ConfigError
 
@@ -52,7 +53,7 @@ def _divides(layer: LayerConfig, shards: int) -> bool:
     if isinstance(recurrent, Mamba2Config) and recurrent.norm is not None and recurrent.norm_groups % shards:
         return False
     try:
-        layer.sharded(shards)
+        layer.sharded(Parallelism(shards))
     except ConfigError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Counts of tokens per expert, which runners keep on request."""
+"""Options for models with experts, and counts of tokens per expert, which runners keep on request."""
 
 from __future__ import annotations
 
@@ -24,8 +24,15 @@ class ExpertLoad:
 
 
 def refuse_without_experts(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` if the options ask for counts and the model has no experts."""
-    if config.enable_expert_distribution_metrics and not any(layer.num_experts for layer in model.layers):
+    """Raises `ConfigError` if the options are about experts and the model has none."""
+    if any(layer.num_experts for layer in model.layers):
+        return
+    if config.expert_parts > 1:
+        raise ConfigError(
+            f"ep_size {config.expert_parts} needs a model with experts, got one of {model.architecture} without any: "
+            "remove the option"
+        )
+    if config.enable_expert_distribution_metrics:
         raise ConfigError(
             f"enable_expert_distribution_metrics needs a model with experts, got one of {model.architecture} without "
             "any: remove the option"

@@ -20,6 +20,7 @@ from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.kinds.part import CachedArray
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint import expected_tensors, open_checkpoint
 from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.checkpoint.rotary import RotaryScaling
@@ -410,9 +411,9 @@ def test_a_token_caches_one_vector_for_any_number_of_heads(tmp_path: Path) -> No
     assert found.cached == (CachedArray("latent", None, 512 + 64),)
     assert [found.cached[0].numbers(devices) for devices in (1, 8)] == [576, 576]
     assert found.products_per_key == 128 * (512 + 64) + 128 * 512, "for scores and for values"
-    assert found.sharded(64) == found
+    assert found.sharded(Parallelism(64)) == found
     with pytest.raises(ConfigError, match="128 heads cannot be spread over 3 devices: choose a tp_size that divides"):
-        found.sharded(3)
+        found.sharded(Parallelism(3))
 
 
 def small(values: dict[str, Any]) -> transformers.PreTrainedModel:

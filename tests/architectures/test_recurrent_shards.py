@@ -12,6 +12,7 @@ import pytest
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
 from sglang_jax.architectures.kinds.sections import rows_by_device, rows_of_device
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.errors import ConfigError
 
 NORM = NormConfig(eps=1e-5)
@@ -64,20 +65,20 @@ def test_a_device_has_the_channels_that_its_heads_read(layer: RecurrentConfig, s
         assert found == wanted
         for device in range(size):
             parts = rows_of_device(sections, device, size)
-            built = read(layer.sharded(size).of_one_device())
+            built = read(layer.sharded(Parallelism(size)).of_one_device())
             assert [len(part) for part in parts] == [section.units * section.rows for section in built]
 
 
 @pytest.mark.parametrize(("layer", "size"), LAYERS, ids=str)
 def test_devices_shard_states_and_replicate_shared_inputs(layer: RecurrentConfig, size: int) -> None:
-    built = layer.sharded(size)
+    built = layer.sharded(Parallelism(size))
     for whole, mine in zip(built.state, built.of_one_device().state, strict=True):
         shape = list(whole.shape)
         shape[whole.sharded_axis] //= size
         assert mine.shape == tuple(shape)
         assert math.prod(mine.shape) * size == math.prod(whole.shape)
     assert built.state[-1].shape[-2:] == layer.state[-1].shape[-2:] or isinstance(layer, ShortConvConfig)
-    assert layer.sharded(1) is layer
+    assert layer.sharded(Parallelism(1)) is layer
     assert np.prod(built.state[0].shape) >= np.prod(layer.state[0].shape)
 
 
@@ -96,4 +97,4 @@ def test_layers_that_cannot_be_sharded_are_refused_with_their_sizes(
     layer: Callable[[], RecurrentConfig], size: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        layer().sharded(size)
+        layer().sharded(Parallelism(size))

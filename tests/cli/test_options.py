@@ -38,6 +38,8 @@ OTHER_VALUES: dict[str, Any] = {
     "dtype": "float32",
     "kv_cache_dtype": "fp8_e4m3",
     "tp_size": 2,
+    "ep_size": 2,
+    "enable_expert_parallel": True,
     "dp_size": 3,
     "load_balance_method": "least_loaded",
     "nnodes": 2,
@@ -90,7 +92,7 @@ OTHER_VALUES: dict[str, Any] = {
     "decode_log_interval": 7,
     "enable_expert_distribution_metrics": True,
     "enable_deterministic_inference": True,
-    "deterministic": "tp",
+    "deterministic": "batch",
     "profile_dir": "profiles",
     "test_retract": 5,
     "test_evict": 6,
@@ -164,9 +166,10 @@ def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
 @pytest.mark.parametrize("field", ServerConfig.model_fields)
 def test_a_flag_sets_only_its_field(field: str) -> None:
     value = OTHER_VALUES[field]
+    needed = {"tp_size": 2} if field == "ep_size" else {}
     arguments = [flag_name(field)] if value is True else [flag_name(field), str(value)]
-    config = parse(*arguments)
-    assert config == ServerConfig(**{field: value})
+    config = parse(*arguments, *(word for name, each in needed.items() for word in (flag_name(name), str(each))))
+    assert config == ServerConfig(**{field: value, **needed})
     if field != "debug_memory":  # on in the environment of all tests
         assert config != ServerConfig()
 

@@ -56,6 +56,8 @@ VALUE_OF = {
     "tokenizer_path": "some/tokenizer",
     "schedule_policy": "priority",
     "tp_size": 4,
+    "ep_size": 2,
+    "enable_expert_parallel": True,
     "dp_size": 2,
     "context_length": 777,
     "max_running_requests": 9,
@@ -90,11 +92,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(("alias", "field"), OTHER_NAMES)
 def test_another_name_sets_the_field(alias: str, field: str, tmp_path: Path) -> None:
     value = VALUE_OF[field]
-    expected = ServerConfig(**{field: value})
+    further = {"tp_size": 2} if field == "ep_size" else {}
+    expected = ServerConfig(**{field: value, **further})
     for flag in (flag_name(alias), "--" + alias):
-        assert parse(*([flag] if value is True else [flag, str(value)])) == expected
+        flags = [flag] if value is True else [flag, str(value)]
+        assert parse(*flags, *(["--tp-size", "2"] if further else [])) == expected
     file = tmp_path / "options.json"
-    file.write_text(json.dumps({alias: value}))
+    file.write_text(json.dumps({alias: value, **further}))
     assert parse("--config", str(file)) == expected
 
 
@@ -527,6 +531,15 @@ def test_fields_that_belong_elsewhere_name_the_place(name: str, instead: str) ->
         ({"temperature": 3}, r"^temperature is a sampling parameter"),
         ({"port": 3}, "^port is a server option, and Engine starts no server$"),
         ({"page_size": 12}, "^page_size must be a power of two, got 12$"),
+        ({"tp_size": 4, "ep_size": 3}, "^ep_size must divide tp_size, 4, got 3$"),
+        (
+            {"tp_size": 4, "ep_size": 2, "enable_expert_parallel": True},
+            "^enable_expert_parallel sets ep_size to tp_size, 4, and ep_size is 2: remove one of the two$",
+        ),
+        (
+            {"tp_size": 2, "enable_ep_moe": True, "deterministic": "tp"},
+            "^ep_size 2 changes the order of sums over experts, which deterministic tp excludes: ",
+        ),
         ({"tp_size": "two"}, "^tp_size: input should be a valid integer, .*, got 'two'$"),
         ({"zzz": 1}, "^there is no option 'zzz'$"),
     ],

@@ -22,7 +22,7 @@ from sglang_jax.kernels.kv_storage import to_storage
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.block_matrix import BlockProducts, no_blocks
-from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.layers.sharding import make_mesh, parallelism_of
 from sglang_jax.models import AttentionImplementation, KVCaches, allocate, build_model, kv_cache_spec
 from sglang_jax.runner.quantization import encodings_of
 
@@ -64,7 +64,7 @@ class PagedModel:
         checkpoint = open_checkpoint(str(folder))
         mesh = mesh or make_mesh(jax.devices()[:1])
         stored = jnp.dtype(kv_dtype or dtype)
-        parallel = TensorParallel.of(checkpoint.config, mesh.shape["tensor"], num_shards)
+        parallel = TensorParallel.of(checkpoint.config, parallelism_of(mesh), num_shards)
         encodings = encodings_of(checkpoint, quantization)
         model = build_model(
             parallel.config,

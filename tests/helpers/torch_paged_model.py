@@ -13,6 +13,7 @@ from helpers.paged_model import pages_of_rows, slots_of_rows
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import num_paged_groups
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import EngineConfig, ModelImpl
@@ -68,11 +69,12 @@ class TorchPagedModel:
         recorded: bool | None = None,
         fixed: bool = False,
         num_shards: int | None = None,
+        expert_parts: int = 1,
     ) -> None:
         impl = ModelImpl.TRANSFORMERS if traced else ModelImpl.NATIVE
         checkpoint = open_checkpoint(str(folder), model_impl=impl)
         config = checkpoint.config
-        shards = ModelShard.of_rank(config, parallel.rank, parallel.size, num_shards)
+        shards = ModelShard.of_rank(config, parallel.rank, Parallelism(parallel.size, expert_parts), num_shards)
         if numba:
             attention = cpu_attention(dtype, *shards[0].head_forms(config))
             if fixed:
@@ -97,6 +99,7 @@ class TorchPagedModel:
                 "keeps_groups": keeps_groups,
                 "fixed": fixed,
                 "num_shards": num_shards,
+                "expert_parts": expert_parts,
             }
             if bfloat16 is not None:
                 kinds["bfloat16"] = Bfloat16Weights(matrices_in_bfloat16(checkpoint, quantization), bfloat16)

@@ -27,6 +27,7 @@ from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint import Checkpoint, open_checkpoint
 from sglang_jax.checkpoint.reader import Array, Index, PlainReader
 from sglang_jax.errors import ConfigError
@@ -72,7 +73,7 @@ def calibrated(
     checkpoint = open_checkpoint(str(folder))
     reader = Replaced(checkpoint, *change) if change else checkpoint.reader
     assert reader is not None
-    parallel = TensorParallel.of(checkpoint.config, devices)
+    parallel = TensorParallel.of(checkpoint.config, Parallelism(devices))
     mesh = make_mesh(jax.devices()[:devices])
     kind = jnp.dtype(dtype)
     attention = AttentionImplementation.XLA

@@ -18,6 +18,7 @@ from helpers.tiny_models import make_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from sglang_jax.architectures.kinds.attention import QKNorm
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
@@ -208,7 +209,7 @@ def test_kernels_compute_attention_on_a_cpu_if_they_can(
 def test_kernels_that_are_missing_or_wrong_are_not_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    two = TensorParallel.of(small_config(), 2)
+    two = TensorParallel.of(small_config(), Parallelism(2))
     missing = attention_kernels.missing_for_kernels(jnp.dtype("float32"), two, fixed=False)
     assert missing == "one device, got tp_size 2"
     config = options(folder, attention_backend="numba")

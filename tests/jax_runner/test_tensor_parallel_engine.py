@@ -13,6 +13,7 @@ from helpers.quick_programs import xla_flags
 from sglang_jax.architectures.dense import dense_decoder
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 
@@ -165,7 +166,7 @@ folder = make_tiny_checkpoint(Path(sys.argv[1]), "qwen3_moe")
 prompts = [[5, 6, 7, 9], [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41, 42, 43, 44, 45, 46, 47, 48], [301]]
 greedy = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
 config = EngineConfig(
-    model_path=str(folder), backend="jax", device="cpu", dtype="float32", tp_size=2, skip_warmup=True,
+    model_path=str(folder), backend="jax", device="cpu", dtype="float32", tp_size=2, ep_size=2, skip_warmup=True,
     max_total_tokens=256, max_running_requests=4, chunked_prefill_size=16, page_size=4,
     compilation_cache_dir=sys.argv[2], enable_expert_distribution_metrics=True,
 )
@@ -254,14 +255,14 @@ def config(num_heads: int, num_kv_heads: int, intermediate: int = 96, vocab: int
 
 @pytest.mark.parametrize(("kv_heads", "size", "copies"), [(4, 1, 1), (4, 2, 1), (4, 4, 1), (2, 8, 4), (1, 8, 8)])
 def test_kv_heads_are_copied_where_there_are_more_devices(kv_heads: int, size: int, copies: int) -> None:
-    parallel = TensorParallel.of(config(8, kv_heads), size)
+    parallel = TensorParallel.of(config(8, kv_heads), Parallelism(size))
     assert {layer.mixer.num_kv_heads for layer in parallel.config.layers} == {kv_heads * copies}
     assert kv_heads * copies % size == 0
 
 
 @pytest.mark.parametrize(("vocab", "size", "padded"), [(97, 1, 97), (97, 8, 104), (96, 8, 96), (5, 4, 8)])
 def test_a_vocabulary_is_padded_to_the_devices(vocab: int, size: int, padded: int) -> None:
-    parallel = TensorParallel.of(config(8, 8, vocab=vocab), size)
+    parallel = TensorParallel.of(config(8, 8, vocab=vocab), Parallelism(size))
     assert (parallel.vocab_size, parallel.config.vocab_size) == (vocab, padded)
 
 
@@ -275,4 +276,4 @@ def test_a_vocabulary_is_padded_to_the_devices(vocab: int, size: int, padded: in
 )
 def test_sizes_that_do_not_divide_are_an_error(model: ModelConfig, size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TensorParallel.of(model, size)
+        TensorParallel.of(model, Parallelism(size))

@@ -95,13 +95,14 @@ from sglang_jax.architectures.kinds.sections import rows_by_device
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers import recurrent
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.layers.sharding import make_mesh
 
 SIZE, ROWS, TOKENS, SLOTS = 2, 4, 96, 9
 whole = GatedDeltaNetConfig(
     num_key_heads=1, num_value_heads=4, key_dim=8, value_dim=16, width=4, norm=NormConfig(eps=1e-5)
 )
-built, order = whole.sharded(SIZE), np.array(rows_by_device(whole.convolution_sections, SIZE))
+built, order = whole.sharded(Parallelism(SIZE)), np.array(rows_by_device(whole.convolution_sections, SIZE))
 rng = np.random.default_rng(0)
 counts = np.array([1, 70, 9, 0])
 starts = np.concatenate(([0], np.cumsum(counts)))

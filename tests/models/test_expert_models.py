@@ -102,7 +102,8 @@ def test_16_bit_types_are_within_their_rounding(family: str, backend: str, dtype
 
 @pytest.mark.parametrize("family", [*EXPERTS, "deepseek_v2_lite"])
 def test_several_ranks_compute_the_same_as_one(family: str, tmp_path: Path) -> None:
-    """Each has a part of every expert. A layer has two sums, and one more where norms are over heads of all ranks.
+    """Each has a part of every expert, or of some. A layer has two sums, and one more where norms are over heads of all
+    ranks.
 
     In latent attention each rank has its own heads, and all latent vectors.
     """
@@ -111,13 +112,14 @@ def test_several_ranks_compute_the_same_as_one(family: str, tmp_path: Path) -> N
     alone, sequences = TorchPagedModel(folder), prompts()
     expected = alone.run(sequences, STEPS)
     layers = alone.model.decoder_layers
-    for size in (2, 4):
+    for size, expert_parts in ((2, 2), (4, 1), (4, 2)):
         ranks = thread_ranks(size)
-        models = [TorchPagedModel(folder, parallel=rank) for rank in ranks]
+        models = [TorchPagedModel(folder, parallel=rank, expert_parts=expert_parts) for rank in ranks]
         for whole, *parts in zip(layers, *(model.model.decoder_layers for model in models), strict=True):
             if isinstance(whole.feed_forward, Experts):
-                own = [part.feed_forward.down.weight.numel() * size for part in parts]
-                assert own == [whole.feed_forward.down.weight.numel()] * size
+                own = [part.feed_forward.down.weight for part in parts]
+                experts, *_ = shape = whole.feed_forward.down.weight.shape
+                assert {(len(each), each.numel()) for each in own} == {(experts // expert_parts, shape.numel() // size)}
         for memory in (memory for model in models for memory in model.kv if family in LATENT):
             assert memory.pages.keys.shape == alone.kv[0].pages.keys.shape
         for found in on_threads([partial(model.run, sequences, STEPS) for model in models]):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.feed_forward import Activation
+from sglang_jax.architectures.parallelism import ONE_DEVICE
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import INT8_ROWS, Encodings, Quantization
 from sglang_jax.checkpoint.reader import Role
@@ -213,7 +214,7 @@ _ENDINGS = ("_values", "_scales", "_bias")
 
 
 def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Layer:
-    shard = ModelShard(rank=0, size=1, vocabulary=range(1), vocabulary_rows=1)
+    shard = ModelShard(rank=0, over=ONE_DEVICE, vocabulary=range(1), vocabulary_rows=1)
     kept = getattr(torch, dtype)
     options = torch_part.PartOptions(
         hidden_size=HIDDEN,

@@ -21,6 +21,7 @@ from helpers.parity_cases import STEPS, prompts
 from helpers.quick_programs import xla_flags
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.parallelism import ONE_DEVICE, Parallelism
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.encoding import Encoding, Stored
@@ -84,15 +85,15 @@ def test_shapes_are_packed_as_arrays_are() -> None:
 
 def test_the_kernel_serves_whole_groups_on_each_device() -> None:
     kind = GroupType(Levels.INT4, 64, Scales.FLOAT16)
-    assert GroupProduct(kind, 2).serves([(Axis.INTERMEDIATE, 256)])
-    assert not GroupProduct(kind, 2).serves([(Axis.INTERMEDIATE, 192)])
-    assert GroupProduct(kind, 2).serves([(Axis.HIDDEN, 192)])  # of which each device has all
+    assert GroupProduct(kind, Parallelism(2)).serves([(Axis.INTERMEDIATE, 256)])
+    assert not GroupProduct(kind, Parallelism(2)).serves([(Axis.INTERMEDIATE, 192)])
+    assert GroupProduct(kind, Parallelism(2)).serves([(Axis.HIDDEN, 192)])  # of which each device has all
     assert not GroupProduct(kind).serves([(Axis.HIDDEN, 96)])
     assert GroupProduct(kind).serves([(Axis.CHANNELS, 256)])
-    assert not GroupProduct(kind, 2).serves([(Axis.CHANNELS, 256)])
+    assert not GroupProduct(kind, Parallelism(2)).serves([(Axis.CHANNELS, 256)])
     assert not GroupProduct(kind).serves([(Axis.HIDDEN, 2**20)])  # in vector memory
-    assert group_product(Encoding(kind), 2) == GroupProduct(kind, 2)
-    assert group_product(Encoding(BlockType.Q4_1), 2) is None
+    assert group_product(Encoding(kind), Parallelism(2)) == GroupProduct(kind, Parallelism(2))
+    assert group_product(Encoding(BlockType.Q4_1), ONE_DEVICE) is None
     with pytest.raises(ValueError, match="groups of floats have no zeros"):
         GroupType(Levels.FLOAT8_E4M3, 64, Scales.FLOAT32, zeros=True)
 
@@ -109,6 +110,7 @@ from flax import nnx
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.paged_model import PagedModel
 from sglang_jax.jax_runner import weights
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.layers.grouped_matrix import GroupedExperts, GroupedMatrix, group_product
 from sglang_jax.layers.sharding import make_mesh
 
@@ -126,13 +128,13 @@ for name, (kind, stored, count, further) in models.items():
     folder = Path(sys.argv[1]) / name
     make_grouped_checkpoint(folder, name, kind, **further, **sizes)
     expected = PagedModel(folder, dtype="bfloat16").run(sequences, steps)
-    # Of qwen2, four devices have copies of two kv heads.
-    for devices, platform in ((2, None), (4, "tpu")):
+    # Of qwen2, four devices have copies of two kv heads. Experts lie on devices in two ways.
+    for devices, parts, platform in ((2, 1, None), (4, 2, "tpu")):
         def products(encoding):
-            found = group_product(encoding, devices)
+            found = group_product(encoding, Parallelism(devices, parts))
             return None if found is None else replace(found, interpret=True)
 
-        mesh = make_mesh(jax.devices()[:devices])
+        mesh = make_mesh(jax.devices()[:devices], expert=parts)
         model = PagedModel(folder, dtype="bfloat16", mesh=mesh, block_products=products, platform=platform)
         grouped = [each for _, each in nnx.iter_modules(model.model) if isinstance(each, stored)]
         assert len(grouped) == count, (name, len(grouped))
@@ -174,7 +176,7 @@ def test_experts_in_groups_give_the_logits_of_widened_ones(architecture: str, ki
     make_grouped_checkpoint(tmp_path, architecture, kind, **sizes)
 
     def products(encoding: Encoding) -> GroupProduct | None:
-        found = group_product(encoding, 1)
+        found = group_product(encoding, ONE_DEVICE)
         return None if found is None else replace(found, interpret=True)
 
     expected = PagedModel(tmp_path, dtype="bfloat16").run(prompts(), STEPS)
@@ -190,7 +192,7 @@ def test_gguf_files_in_groups_give_the_logits_of_widened_ones(tmp_path: Path) ->
     steps = [{0: 12, 1: 3}, {0: 1, 1: 1}]
 
     def products(encoding: Encoding) -> GroupProduct | None:
-        found = group_product(encoding, 1)
+        found = group_product(encoding, ONE_DEVICE)
         return None if found is None else replace(found, interpret=True)
 
     for kind, tied in zip(GROUPS, (False, True, False), strict=True):

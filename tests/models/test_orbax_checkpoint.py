@@ -111,6 +111,7 @@ from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax, save_orbax
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, build_model
 
@@ -134,7 +135,7 @@ for config, folder, sizes in models:
     load_weights(whole, reader, config, make_mesh(jax.devices()[:1]))
     save_orbax(Path(sys.argv[1], folder), config, whole)
     for size in sizes:
-        parallel = TensorParallel.of(config, size)
+        parallel = TensorParallel.of(config, Parallelism(size))
         mesh = make_mesh(jax.devices()[:size])
         expected, restored = build(parallel.config), build(parallel.config)
         load_weights(expected, reader, config, mesh)

@@ -13,6 +13,7 @@ import torch
 from helpers.tiny_models import make_tiny_checkpoint
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint import Checkpoint, open_checkpoint
 from sglang_jax.checkpoint.quantization import INT8_ROWS, Quantization
 from sglang_jax.checkpoint.reader import Array, Index, PlainReader, TensorReader, whole_index
@@ -52,7 +53,7 @@ def loaded_by_jax(
     checkpoint: Checkpoint, reader: TensorReader, quantization: Quantization | None, devices: int = 1
 ) -> Arrays:
     model = build_model(
-        TensorParallel.of(checkpoint.config, devices).config,
+        TensorParallel.of(checkpoint.config, Parallelism(devices)).config,
         dtype=jnp.dtype("bfloat16"),
         attention=AttentionImplementation.XLA,
         encodings=encodings_of(checkpoint, quantization),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +17,9 @@ import pytest
 from flax import nnx
 from helpers.small_configs import small_config
 
+from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import CheckpointError
@@ -27,7 +30,7 @@ from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.parameter import matmul, matmul_outputs_first
 from sglang_jax.layers.part import LayerMemory, LayerStep
 from sglang_jax.layers.platform import PlatformLayout
-from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.layers.sharding import MESH_AXIS, make_mesh, parallelism_of
 from sglang_jax.models import AttentionImplementation, KVCaches, allocate, build_model, bytes_of_groups, kv_cache_spec
 from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.runner import this_machine
@@ -322,6 +325,21 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
         load_weights(model, DummyReader(other, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
     assert "missing: model.layers.2.mlp.down_proj.weight (256, 1024)" in str(caught.value)
     assert "misshapen: model.layers.1.mlp.gate_proj.weight is (512, 256)" in str(caught.value)
+
+
+def test_the_mesh_divides_every_axis_as_the_host_counts() -> None:
+    shape = {"data": 1, "tensor": 2, "expert": 4}
+    mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
+    over = parallelism_of(mesh)
+    assert over == Parallelism(8, 4)
+    numbers = np.arange(8).reshape(tuple(shape.values()))
+    for axis in Axis:
+        names = MESH_AXIS[axis]
+        assert over.parts(axis) == math.prod(shape[name] for name in names), axis
+        for device, place in zip(numbers.flat, np.ndindex(numbers.shape), strict=True):
+            of_mesh = [(shape[name], at) for name, at in zip(shape, place, strict=True) if name in names]
+            sizes, at = zip(*of_mesh, strict=True) if of_mesh else ((1,), (0,))
+            assert over.place(axis, int(device)) == np.ravel_multi_index(at, sizes), axis
 
 
 def test_meshes() -> None:

@@ -74,17 +74,21 @@ expected = PagedModel(folder).run(sequences, steps)
 for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), expected, strict=True):
     assert np.abs(logits - wanted).max() < 2e-4
 
-# Experts, each of which four devices share; one with biases, one with a shared expert and dense layers.
+# Experts, each of which four devices share, or two; one with biases, one with a shared expert and dense layers.
 for name in ("gpt_oss", "qwen2_moe"):
     case = FAMILIES[name]
     folder = make_tiny_checkpoint(Path(sys.argv[1], name), case.architecture, **case.changes)
     expected = PagedModel(folder).run(sequences, steps)
-    model = PagedModel(folder, mesh=mesh)
-    experts = [leaf for leaf in jax.tree.leaves(model.state) if leaf.ndim == 3]
-    assert len(experts) > 6
-    assert all(leaf.addressable_shards[0].data.size * 4 == leaf.size for leaf in experts)
-    for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
-        assert np.abs(logits - wanted).max() < 2e-4
+    for mesh in (make_mesh(jax.devices()), make_mesh(jax.devices(), expert=2)):
+        model = PagedModel(folder, mesh=mesh)
+        experts = [leaf for leaf in jax.tree.leaves(model.state) if leaf.ndim == 3 and leaf.shape[0] == 6]
+        assert len(experts) >= 6
+        parts = mesh.shape["expert"]
+        for own in (leaf.addressable_shards[1].data for leaf in experts):
+            assert (own.shape[0], own.size) == (6 // parts, experts[0].size // 4)
+        for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
+            assert np.abs(logits - wanted).max() < 2e-4
+mesh = make_mesh(jax.devices())
 
 # Latent attention: heads lie on four devices, of which each has all latent vectors. Sums over devices: of embeddings,
 # and two in each layer.
@@ -138,13 +142,13 @@ for name in sys.argv[2:]:
     case, sequences = EXPERTS[name], prompts()
     folder = make_tiny_checkpoint(Path(sys.argv[1], name), case.architecture, **case.changes)
     expected = [transformers_logits(case.architecture, tokens, **case.changes) for tokens in sequences]
-    for size in (1, 2, 4):
-        model = PagedModel(folder, mesh=make_mesh(jax.devices()[:size]))
+    for size, parts in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)):
+        model = PagedModel(folder, mesh=make_mesh(jax.devices()[:size], expert=parts))
         experts = [leaf for leaf in jax.tree.leaves(model.state) if leaf.ndim == 3 and leaf.shape[0] == 6]
         assert len(experts) >= 6
         assert all(leaf.addressable_shards[0].data.size * size == leaf.size for leaf in experts)
         for logits, wanted in zip(model.run(sequences, STEPS), expected, strict=True):
-            assert np.abs(logits - wanted).max() < TOLERANCE, (name, size)
+            assert np.abs(logits - wanted).max() < TOLERANCE, (name, size, parts)
         if size > 1:
             batch = model.batch([np.arange(9)] * 4, [0] * 4, {row: 1 for row in range(4)})
             with jax.sharding.use_abstract_mesh(model._mesh):

@@ -93,11 +93,15 @@ def test_two_processes_count_the_tokens_of_experts_once(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
     options = {"enable_expert_distribution_metrics": True, "skip_warmup": True}
     counts = []
+    outputs = []
     for tp_size in (1, 2):
-        with Engine(config=config(tmp_path, tp_size).model_copy(update=options)) as engine:
-            run(engine, GREEDY)
+        # Whole experts on each of two.
+        more = {**options, "enable_expert_parallel": True}
+        with Engine(config=config(tmp_path, tp_size).model_copy(update=more)) as engine:
+            outputs.append(run(engine, GREEDY))
             counts.append(engine.state()["expert_tokens"])
     assert counts[0] == counts[1]
+    assert outputs[0] == outputs[1]
     tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (GREEDY.max_new_tokens - 1)
     assert [sum(layer) for layer in counts[0].values()] == [3 * tokens] * 2
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from sglang_jax.architectures import ModelConfig
 from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint.transformers_config import transformers_model_config, under_usual_names
 from sglang_jax.config import CompilePass, chosen_passes
 from sglang_jax.errors import ConfigError
@@ -103,7 +104,7 @@ def test_sums_over_ranks_are_counted(family: str, fused: int, apart: int) -> Non
     config = twin_config({"model_type": family} | changes, 2)
     described = described_by(config)
     model = empty_model(config, torch.float32)
-    part = shard_model(model, described, ModelShard.of(described, 1, 2))
+    part = shard_model(model, described, ModelShard.of(described, 1, Parallelism(2)))
     program = trace(model)
     counts = ALL.run(program, ExpectedMatches.of_model(model, program, config.num_hidden_layers, part.marks))
     by_name = {each.name: (each.expected, each.found) for each in counts}
@@ -135,4 +136,4 @@ def test_models_that_cannot_be_sharded_are_refused(family: str, size: int, value
     config = config_of({"model_type": family} | tiny | values)
     described = described_by(config)
     with pytest.raises(ConfigError, match=f"model_impl transformers cannot serve {family}: .*{reason}"):
-        shard_model(empty_model(config, torch.float32), described, ModelShard.of(described, 0, size))
+        shard_model(empty_model(config, torch.float32), described, ModelShard.of(described, 0, Parallelism(size)))

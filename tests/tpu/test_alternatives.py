@@ -8,6 +8,7 @@ import pytest
 from helpers.small_configs import small_config
 
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.config import Dtype, EngineConfig, KVCacheDtype, WeightQuantization
 from sglang_jax.runner.quantization import encodings_by_option, kept_encodings
 from tpu.alternatives import Setup, shortage_in, suggest_fitting, suggest_remedies
@@ -65,7 +66,7 @@ def test_replicated_weights_count_on_each_device() -> None:
     assert suggest_fitting(wanted) == "--tp 32 --topology v6e:4x8 (21.2 GiB of weights on each device)"
     latents, routers = 61 * (7168 + 4) * (1536 + 512 + 64), 58 * 4 * 7168 * 256
     scales = 4 * 7168 * (58 * 256 + 58 + 3 + 61)
-    assert 2 * wanted.weights(64) - wanted.weights(32) == latents + routers + scales
+    assert 2 * wanted.weights(Parallelism(64)) - wanted.weights(Parallelism(32)) == latents + routers + scales
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import tpu
 from sglang_jax.architectures import ModelConfig
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
+from sglang_jax.architectures.parallelism import ONE_DEVICE, Parallelism
 from sglang_jax.checkpoint import ParameterReader
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.hf_config import model_config_from_hf
@@ -48,7 +49,7 @@ def memory_of(
     config: ModelConfig, tp: int, *, encodings: Encodings = all_plain, platform: str = "tpu", hbm: int = 0
 ) -> Memory:
     """The product's count."""
-    parallel, on_tpu = TensorParallel.of(config, tp), platform == "tpu"
+    parallel, on_tpu = TensorParallel.of(config, Parallelism(tp)), platform == "tpu"
     attention = AttentionImplementation.PALLAS if on_tpu else AttentionImplementation.XLA
     model = build_model(
         parallel.config,
@@ -89,7 +90,7 @@ def test_weights_and_pages_equal_the_hand_count(name: str, layers: int, tp: int,
     encodings = kept_encodings(config, encodings_by_option(config, options.quantization))
     asked = Setup(config, parse_topology("tpu7x:2x2x4"), options, encodings)
     # without norms and corrections
-    assert 0 <= hand.weights() - asked.weights(tp) < 1e-3 * hand.weights()
+    assert 0 <= hand.weights() - asked.weights(Parallelism(tp)) < 1e-3 * hand.weights()
     assert 64 * asked.kv_token(tp) == group.page
 
 
@@ -110,7 +111,7 @@ def published(name: str, folder: Path, layers: int | None = None) -> tuple[Repos
 def suggested(config: ModelConfig, tp: int, encodings: Encodings) -> int:
     """The count on which suggestions of other slices are based."""
     options = EngineConfig(model_path="", tp_size=tp, mem_fraction_static=0.9)
-    return Setup(config, parse_topology("tpu7x:2x2x4"), options, known(config, encodings)).weights(tp)
+    return Setup(config, parse_topology("tpu7x:2x2x4"), options, known(config, encodings)).weights(Parallelism(tp))
 
 
 def known(config: ModelConfig, encodings: Encodings) -> dict[ParameterName, Encoding]:
@@ -169,7 +170,9 @@ def test_groups_are_widened_with_options_that_have_no_kernel(options: dict[str, 
     config, topology = load_shape("llama-3.1-8b"), parse_topology("v6e-1")
     found = known(config, encodings_by_option(config, WeightQuantization.INT4))
     asked = EngineConfig(model_path="", mem_fraction_static=0.9, **options)
-    assert Setup(config, topology, asked, found).weights(1) == Setup(config, topology, asked).weights(1)
+    assert Setup(config, topology, asked, found).weights(ONE_DEVICE) == Setup(config, topology, asked).weights(
+        ONE_DEVICE
+    )
     shards = 8 if asked.deterministic is Deterministic.TP else None
     dtype = jnp.dtype(jnp.float32) if asked.dtype is Dtype.FLOAT32 else BFLOAT16
     assert group_products(asked, dtype, shards) is no_blocks

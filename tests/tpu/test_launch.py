@@ -19,13 +19,14 @@ from helpers.small_configs import small_config
 
 import sglang_jax.server.serve
 import tpu.launch
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.cli.main import run
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.remote_replicas import read_addresses
-from tpu.choices import Choices, choose, weight_bytes
+from tpu.choices import WHOLE_EXPERTS, Choices, choose, weight_bytes
 from tpu.launch import dtype_among, launch, listening_arguments, node_arguments, server_arguments
 from tpu.machine import Machine, _nodes, detect_machine
 from tpu.shapes import load_shape
@@ -104,6 +105,28 @@ def test_the_model_is_sharded_as_far_as_it_divides(topology: str, heads: int, tp
 
 def test_requested_sizes_are_used() -> None:
     assert choose(machine_of("v6e:2x2"), small_config(), tp=2).tp == 2
+
+
+def test_experts_are_divided_by_their_columns_unless_they_fit_only_whole() -> None:
+    def mixture(columns: int, count: int) -> ModelConfig:
+        experts = ExpertsConfig(num_experts=count, chosen=2, size=columns)
+        model = replace(small_config(), architecture="qwen3_moe")
+        return model.with_layers(lambda layer: replace(layer, feed_forward=experts))
+
+    machine = machine_of("v6e:2x2")
+    assert (choose(machine, mixture(96, 8)).tp, choose(machine, mixture(96, 8)).ep) == (4, 1)
+    assert choose(machine, mixture(96, 8), ep=2).ep == 2
+    assert choose(machine, mixture(96, 8), ep=WHOLE_EXPERTS).ep == 4
+    whole = choose(machine, mixture(98, 8))  # columns for two devices
+    assert (whole.tp, whole.ep) == (4, 2)
+    assert "ep 2: weights fit by whole experts" in whole.reasons
+    flags = server_arguments(machine, whole, "some/model")
+    assert flags[flags.index("--ep-size") + 1] == "2"
+    assert "--ep-size" not in server_arguments(machine, choose(machine, small_config()), "some/model")
+    with pytest.raises(ConfigError, match="6 experts cannot be spread over 4 devices: choose an ep_size that divides"):
+        choose(machine, mixture(96, 6), ep=4)
+    with pytest.raises(ConfigError, match="--ep-size must divide the 4 devices of a replica, got 3"):
+        choose(machine, mixture(96, 8), ep=3)
 
 
 def test_weights_beyond_the_memory_are_refused() -> None:

@@ -69,6 +69,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from sglang_jax.layers.grouped_matrix import GroupedMatrix, GroupProduct, packed_groups
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.layers.sharding import make_mesh, named_sharding, partition_spec
 
 mesh = make_mesh(topologies.get_topology_desc("v6e:2x2", "tpu").devices)
@@ -77,7 +78,7 @@ hidden, inner = [(Axis.HIDDEN, 2048)], [(Axis.INTERMEDIATE, 4096)]
 for inputs, outputs, part in (
     (hidden, [(Axis.GATE_OR_UP, 2), *inner], (Part.GATE, Part.UP)), (inner, hidden, (Part.DOWN,)),
 ):
-    matrix = GroupedMatrix(GroupProduct(kind, 4), inputs, outputs, part)
+    matrix = GroupedMatrix(GroupProduct(kind, Parallelism(4)), inputs, outputs, part)
     blocks = matrix.arrays["values"]
     shape = jax.ShapeDtypeStruct(blocks.shape, blocks.dtype, sharding=named_sharding(mesh, blocks.axes))
     places = partition_spec(blocks.axes), partition_spec(matrix.axes)

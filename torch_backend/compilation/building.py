@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import EngineConfig
 from torch_backend.attention.interface import AttentionImplementation
@@ -39,7 +40,7 @@ def build_traced(
     assert checkpoint.transformers_config is not None
     manager = PassManager(config.passes)
     dump = config.dump_graphs if parallel.rank == 0 else None
-    shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
+    shard = ModelShard.of(checkpoint.config, parallel.rank, Parallelism(parallel.size))
     values = checkpoint.transformers_config
     empty = empty_model(config_of(values), dtype)
     if checkpoint.reader is not None and has_own_head(empty, checkpoint.reader):

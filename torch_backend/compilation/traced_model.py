@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
+from sglang_jax.architectures.parallelism import Parallelism
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
 from torch_backend.compilation.graph import (
@@ -55,7 +56,7 @@ class TracedTransformer:
         self.program = program
         self.config = config
         self.device = device
-        self.shard = ModelShard.of(config, parallel.rank, parallel.size)
+        self.shard = ModelShard.of(config, parallel.rank, Parallelism(parallel.size))
         self.dtype = program.dtype
         self._operations = operations
         self._attention = attention

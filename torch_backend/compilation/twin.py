@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import num_paged_groups
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.checkpoint.transformers_config import transformers_model_config, under_usual_names
 from sglang_jax.errors import ConfigError
 from torch_backend.attention.native import NativeAttention
@@ -137,7 +138,7 @@ def _rewritten(
     known = under_usual_names(config.to_dict(), config.attribute_map)
     described = transformers_model_config(JsonFields(known, Path("config.json")), (), "float32")
     model = empty_model(config, torch.float32)
-    shard = ModelShard.of(described, parallel.rank, parallel.size)
+    shard = ModelShard.of(described, parallel.rank, Parallelism(parallel.size))
     part = shard_model(model, described, shard)
     program = trace(model)
     manager.run(program, ExpectedMatches.of_model(model, program, described.num_layers, part.marks), dump)

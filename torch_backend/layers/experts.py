@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
@@ -46,6 +47,12 @@ class ExpertChoice:
     experts: torch.Tensor
     scores: torch.Tensor
 
+    def among(self, own: range) -> ExpertChoice:
+        """The choice among some adjacent experts, numbered from 0; others become padding."""
+        numbers = self.experts - own.start
+        others = (numbers < 0) | (numbers >= len(own))
+        return ExpertChoice(numbers.masked_fill(others, len(own)), self.scores.masked_fill(others, 0.0))
+
     def tokens_of(self, experts: int) -> torch.Tensor:
         """The number of tokens of each expert: int32 `[experts]`."""
         flat = self.experts.reshape(-1)
@@ -58,22 +65,24 @@ Multiply = Callable[[torch.Tensor, SortedRows], torch.Tensor]
 
 
 class Experts(Loadable):
-    """See `ExpertsConfig`. The router is float32. A rank has a shard of the columns of every expert."""
+    """See `ExpertsConfig`. The router is float32. A rank has a shard of the columns of some experts, and computes their
+    part of the outputs."""
 
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         super().__init__()
         experts, hidden, dtype = config.num_experts, options.hidden_size, options.dtype
         shard = options.shard
-        inner = len(shard.intermediate(config.size))
+        inner = len(shard.of_axis(Axis.EXPERT_INTERMEDIATE, config.size))
+        self._own = own = shard.of_axis(Axis.EXPERTS, experts)
         self.config, self.dtype = config, dtype
         self.router = self.declare("router", (experts, hidden), torch.float32, Part.ROUTER)
         self.router_bias = self._bias("router_bias", (experts,), Part.ROUTER, wanted=config.router_bias)
         self.correction = self._bias("correction", (experts,), Part.ROUTER_CORRECTION, wanted=config.correction)
         both = (Part.EXPERT_GATE, Part.EXPERT_UP)
-        self.gate_up = expert_matrices((experts, 2 * inner, hidden), both, options, bias=config.bias)
+        self.gate_up = expert_matrices((len(own), 2 * inner, hidden), both, options, bias=config.bias)
         # One rank has the bias: the sum over ranks adds it once.
-        once = config.bias and shard.first
-        self.down = expert_matrices((experts, hidden, inner), (Part.EXPERT_DOWN,), options, bias=once)
+        once = config.bias and shard.first_of_experts
+        self.down = expert_matrices((len(own), hidden, inner), (Part.EXPERT_DOWN,), options, bias=once)
         self.shared = SharedExpert(config, options) if config.shared_size else None
         self._gated = _Gated(config.activation, config.clamped, options)
         self._each = options.each
@@ -107,6 +116,7 @@ class Experts(Loadable):
         choice = choose_experts(self.config, logits, self.correction, step.padding, self._each)
         if memory.expert_tokens is not None:
             memory.expert_tokens.add_(choice.tokens_of(len(self.router)))
+        choice = choice.among(self._own)
         if all(each.multiplies_sorted(x.device) for each in (self.gate_up, self.down)):
             found = self._sorted(x, choice, self._grouped)
         elif x.device.type == "cpu":
@@ -122,7 +132,7 @@ class Experts(Loadable):
         `choice`."""
         tokens, chosen = choice.experts.shape
         experts, order = choice.experts.reshape(-1).sort(stable=True)
-        found = multiply(x[order // chosen], SortedRows(experts, choice.tokens_of(len(self.router))))
+        found = multiply(x[order // chosen], SortedRows(experts, choice.tokens_of(len(self._own))))
         outputs = torch.empty_like(found)
         outputs[order] = found
         scores = choice.scores[..., None]
@@ -136,7 +146,7 @@ class Experts(Loadable):
         tile. The last rows of a tile may belong to the next expert, whose own tile then overwrites them."""
         rows = len(x)
         any_rows = self.gate_up.any_rows and self.down.any_rows
-        tile = 0 if any_rows else self._tile or _tile_of(rows / len(self.router))
+        tile = 0 if any_rows else self._tile or _tile_of(rows / len(self._own))
         x = functional.pad(x, (0, 0, 0, tile)) if tile else x
         outputs = x.new_empty((rows + tile, self.down.shape[1]))
         first = 0
@@ -156,7 +166,7 @@ class Experts(Loadable):
 
     def _by_all(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """Computes every token with every expert, and gives those that it did not choose weight 0."""
-        experts, tokens = len(self.router), len(x)
+        experts, tokens = len(self._own), len(x)
         gate_up = torch.einsum("th,eih->tei", x, self.gate_up.widened())
         if self.gate_up.bias is not None:
             gate_up = gate_up + self.gate_up.bias

@@ -43,7 +43,7 @@ class ShortConv(Loadable):
     def __init__(self, config: ShortConvConfig, options: PartOptions) -> None:
         super().__init__()
         shard, dtype, hidden_size = options.shard, options.dtype, options.hidden_size
-        config = config.sharded(shard.size).of_one_device()
+        config = config.sharded(shard.over).of_one_device()
         inner, bias = config.channels, config.bias
         self.input = Linear(hidden_size, (3 * inner,), (Part.STATE_INPUT,), options, bias=bias)
         self.convolution = Convolution(inner, config.width, bias=bias, dtype=dtype)
@@ -63,7 +63,7 @@ class GatedDeltaNet(Loadable):
     def __init__(self, config: GatedDeltaNetConfig, options: PartOptions) -> None:
         super().__init__()
         dtype, hidden_size = options.dtype, options.hidden_size
-        config = config.sharded(options.shard.size).of_one_device()
+        config = config.sharded(options.shard.over).of_one_device()
         heads, inner = config.num_value_heads, config.num_value_heads * config.value_dim
         self._sizes = [config.channels, inner, heads, heads]
         parts = (Part.STATE_INPUT, Part.STATE_GATE, Part.UPDATE_RATE, Part.DECAY_INPUT)
@@ -102,7 +102,7 @@ class Mamba2(Loadable):
     def __init__(self, config: Mamba2Config, options: PartOptions) -> None:
         super().__init__()
         shard, dtype, hidden_size = options.shard, options.dtype, options.hidden_size
-        config = config.sharded(shard.size).of_one_device()
+        config = config.sharded(shard.over).of_one_device()
         heads = (config.num_heads,)
         self._sizes = [config.inner, config.channels, config.num_heads]
         self.input = Linear(hidden_size, (sum(self._sizes),), (Part.STATE_INPUT,), options, bias=config.bias)

@@ -9,24 +9,35 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.architectures.kinds.recurrent import RecurrentConfig
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.parallelism import Parallelism
 from torch_backend.attention.interface import HeadForm
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The heads, columns of feed-forward layers, and rows of the vocabulary of one rank. With more ranks than kv heads,
-    neighbouring ranks hold the same kv head. `vocabulary_rows` is the same on every rank, ceil(vocab / size): rows past
-    the vocabulary's end are padding, which no token and no logit uses."""
+    """The heads, columns of feed-forward layers, experts, and rows of the vocabulary of one rank of several. With more
+    ranks than kv heads, neighbouring ranks hold the same kv head. `vocabulary_rows` is the same on every rank,
+    ceil(vocab / size): rows past the vocabulary's end are padding, which no token and no logit uses."""
 
     rank: int
-    size: int
+    over: Parallelism
     vocabulary: range
     vocabulary_rows: int
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.over.devices
 
     @property
     def first(self) -> bool:
         """Whether this rank adds values that must be added once."""
         return self.rank == 0
+
+    @property
+    def first_of_experts(self) -> bool:
+        """The same for values of the experts that this rank has."""
+        return self.over.place(Axis.EXPERT_INTERMEDIATE, self.rank) == 0
 
     def heads(self, count: int) -> range:
         return _part(count, self.rank, self.size)
@@ -49,10 +60,10 @@ class ModelShard:
         return tuple(None if array.heads is None else self.kv_heads(array.heads) for array in arrays)
 
     def intermediate(self, length: int) -> range:
-        return _part(length, self.rank, self.size)
+        return self.of_axis(Axis.INTERMEDIATE, length)
 
     def recurrent(self, config: RecurrentConfig) -> RecurrentConfig:
-        return config.sharded(self.size).of_one_device()
+        return config.sharded(self.over).of_one_device()
 
     def head_forms(self, config: ModelConfig) -> tuple[HeadForm, ...]:
         """The distinct forms of heads of all layers, for kernels."""
@@ -65,34 +76,32 @@ class ModelShard:
     def of_axis(self, axis: Axis, length: int) -> range:
         """The rank's part of an axis; all of an axis that is not sharded."""
         match axis:
-            case Axis.HEADS:
-                return self.heads(length)
             case Axis.KV_HEADS:
                 return self.kv_heads(length)
-            case Axis.INTERMEDIATE:
-                return self.intermediate(length)
-            case Axis.CHANNELS | Axis.STATE_HEADS:
-                return _part(length, self.rank, self.size)
             case Axis.VOCABULARY:
                 return self.vocabulary
-        return range(length)
+        return _part(length, self.over.place(axis, self.rank), self.over.parts(axis))
 
     @classmethod
-    def of_rank(cls, config: ModelConfig, rank: int, ranks: int, shards: int | None = None) -> tuple[ModelShard, ...]:
+    def of_rank(
+        cls, config: ModelConfig, rank: int, over: Parallelism, shards: int | None = None
+    ) -> tuple[ModelShard, ...]:
         """The shards of one of several processes: one, or an equal number of adjacent ones, of `shards` in all."""
-        own = 1 if shards is None else shards // ranks
-        return tuple(cls.of(config, rank * own + number, ranks * own) for number in range(own))
+        own = 1 if shards is None else shards // over.devices
+        of_all = replace(over, devices=over.devices * own)
+        return tuple(cls.of(config, rank * own + number, of_all) for number in range(own))
 
     @classmethod
-    def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:
-        """The shard of `rank`. Raises `ConfigError` if a layer cannot be divided by `size`."""
+    def of(cls, config: ModelConfig, rank: int, over: Parallelism) -> ModelShard:
+        """The shard of `rank`. Raises `ConfigError` if a layer cannot be divided this way."""
         for layer in config.layers:
-            layer.sharded(size)
+            layer.sharded(over)
+        size = over.devices
         rows = -(-config.vocab_size // size)
         first_row = min(rank * rows, config.vocab_size)
         return cls(
             rank=rank,
-            size=size,
+            over=over,
             vocabulary=range(first_row, min(first_row + rows, config.vocab_size)),
             vocabulary_rows=rows,
         )

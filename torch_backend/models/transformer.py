@@ -12,6 +12,7 @@ from torch import nn
 
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
@@ -112,13 +113,14 @@ class Transformer(nn.Module):
         bfloat16: Bfloat16Weights | None = None,
         fixed: bool = False,
         num_shards: int | None = None,
+        expert_parts: int = 1,
         recordings: Recordings | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.recordings = recordings
         self.fixed = fixed
-        self.shards = ModelShard.of_rank(config, parallel.rank, parallel.size, num_shards)
+        self.shards = ModelShard.of_rank(config, parallel.rank, Parallelism(parallel.size, expert_parts), num_shards)
         self.device, self.dtype = device, dtype
         if num_shards is not None:
             parallel = TreeSums(parallel)
@@ -303,6 +305,7 @@ def build_model(
     bfloat16: Bfloat16Weights | None = None,
     fixed: bool = False,
     num_shards: int | None = None,
+    expert_parts: int = 1,
     recordings: Recordings | None = None,
 ) -> Transformer:
     """A model without values, until `weights.load_weights` fills it; each rank of `parallel` holds its shard. `states`:
@@ -310,8 +313,9 @@ def build_model(
     plain numbers; `block_matrices`: makes the matrices that stay in blocks; `keeps_groups`: those in groups stay so
     without it; `bfloat16`: the matrices that stay in bfloat16; `fixed`: a token's results must not depend on the other
     tokens of a step (see `Transformer.fix_rows`, to be called once loaded); `num_shards`: of all ranks, whose sums do
-    not depend on the number of ranks (see `TreeSums`), None for one shard on each rank; `recordings`: of decode steps,
-    if they are recorded. Raises `ConfigError` if the model cannot be divided into this number of shards."""
+    not depend on the number of ranks (see `TreeSums`), None for one shard on each rank; `expert_parts`: into which
+    experts are divided (see `Parallelism`); `recordings`: of decode steps, if they are recorded. Raises `ConfigError`
+    if the model cannot be divided into this number of shards."""
     return Transformer(
         config,
         dtype=dtype,
@@ -326,5 +330,6 @@ def build_model(
         bfloat16=bfloat16,
         fixed=fixed,
         num_shards=num_shards,
+        expert_parts=expert_parts,
         recordings=recordings,
     )

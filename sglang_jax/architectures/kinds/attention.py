@@ -10,6 +10,7 @@ from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import HIDDEN, CachedArray, Declared, HeadOrder, linear, side_by_side
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.kinds.sections import can_share
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.errors import ConfigError
 
@@ -114,9 +115,10 @@ class AttentionConfig:
         rotated_rows = 0 if rope is None or rope.partial_rotary_factor == 1.0 else rope.rotated_numbers(self.head_dim)
         return HeadOrder(self.interleaved_rope, rotated_rows)
 
-    def sharded(self, size: int) -> AttentionConfig:
+    def sharded(self, over: Parallelism) -> AttentionConfig:
         """See `LayerPart`. With fewer kv heads than devices, kv heads are replicated on adjacent devices; each copy
         serves the query heads of its device."""
+        size = over.devices
         if self.num_heads % size or not can_share(self.num_kv_heads, size):
             raise ConfigError(
                 f"{self.num_heads} heads and {self.num_kv_heads} kv heads cannot be spread over {size} devices: choose "

@@ -9,9 +9,13 @@ from enum import StrEnum
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.feed_forward import INTERMEDIATE, Activation, check_columns
 from sglang_jax.architectures.kinds.part import HIDDEN, Declared, linear
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
+from sglang_jax.errors import ConfigError
 
 _EXPERTS = (Axis.EXPERTS,)
+_ROUTED = (Axis.ROUTED,)
+_COLUMNS = (Axis.EXPERT_INTERMEDIATE,)
 
 
 class ExpertScores(StrEnum):
@@ -69,12 +73,12 @@ class ExpertsConfig:
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
         experts, inner, outer = (self.num_experts,), (self.size,), (hidden,)
-        yield from linear(Part.ROUTER, (experts, outer), (_EXPERTS, HIDDEN), self.router_bias)
+        yield from linear(Part.ROUTER, (experts, outer), (_ROUTED, HIDDEN), self.router_bias)
         if self.correction:
-            yield Declared(Part.ROUTER_CORRECTION, ParameterKind.BIAS, (_EXPERTS,), (experts,))
+            yield Declared(Part.ROUTER_CORRECTION, ParameterKind.BIAS, (_ROUTED,), (experts,))
         for part in (Part.EXPERT_GATE, Part.EXPERT_UP):
-            yield from _of_experts(part, (experts, inner, outer), (_EXPERTS, INTERMEDIATE, HIDDEN), self.bias)
-        yield from _of_experts(Part.EXPERT_DOWN, (experts, outer, inner), (_EXPERTS, HIDDEN, INTERMEDIATE), self.bias)
+            yield from _of_experts(part, (experts, inner, outer), (_EXPERTS, _COLUMNS, HIDDEN), self.bias)
+        yield from _of_experts(Part.EXPERT_DOWN, (experts, outer, inner), (_EXPERTS, HIDDEN, _COLUMNS), self.bias)
         if self.shared_size:
             inner = (self.shared_size,)
             for part in (Part.SHARED_GATE, Part.SHARED_UP):
@@ -83,10 +87,15 @@ class ExpertsConfig:
         if self.shared_gate:
             yield from linear(Part.SHARED_ROUTER, ((1,), outer), ((Axis.ONE,), HIDDEN), False)
 
-    def sharded(self, size: int) -> ExpertsConfig:
-        """See `LayerPart`. The columns of every expert are sharded."""
-        check_columns(self.size, size)
-        check_columns(self.shared_size, size)
+    def sharded(self, over: Parallelism) -> ExpertsConfig:
+        """See `LayerPart`. Each device has a part of the columns of some experts."""
+        if self.num_experts % over.experts:
+            raise ConfigError(
+                f"{self.num_experts} experts cannot be spread over {over.experts} devices: choose an ep_size that "
+                "divides them"
+            )
+        check_columns(self.size, over.devices_of_expert)
+        check_columns(self.shared_size, over.devices)
         return self
 
     @property

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.part import HIDDEN, Declared, linear
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.errors import ConfigError
 
@@ -42,8 +43,8 @@ class FeedForwardConfig:
     def with_biases(self, has: Callable[[Part], bool]) -> FeedForwardConfig:
         return replace(self, bias=has(Part.UP))
 
-    def sharded(self, size: int) -> FeedForwardConfig:
-        check_columns(self.size, size)
+    def sharded(self, over: Parallelism) -> FeedForwardConfig:
+        check_columns(self.size, over.devices)
         return self
 
 
@@ -62,8 +63,8 @@ class SquaredReluConfig:
     def with_biases(self, has: Callable[[Part], bool]) -> SquaredReluConfig:
         return replace(self, bias=has(Part.UP))
 
-    def sharded(self, size: int) -> SquaredReluConfig:
-        check_columns(self.size, size)
+    def sharded(self, over: Parallelism) -> SquaredReluConfig:
+        check_columns(self.size, over.devices)
         return self
 
 

@@ -9,6 +9,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import HIDDEN, CachedArray, Declared, HeadOrder, linear, side_by_side
 from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.errors import ConfigError
 
@@ -105,10 +106,11 @@ class LatentAttentionConfig:
         """Yields nothing: see `AttentionConfig`. There are no 8-bit caches of latent vectors."""
         yield from ()
 
-    def sharded(self, size: int) -> LatentAttentionConfig:
+    def sharded(self, over: Parallelism) -> LatentAttentionConfig:
         """See `LayerPart`. Latent vectors are replicated on every device."""
-        if self.num_heads % size:
+        if self.num_heads % over.devices:
             raise ConfigError(
-                f"{self.num_heads} heads cannot be spread over {size} devices: choose a tp_size that divides the heads"
+                f"{self.num_heads} heads cannot be spread over {over.devices} devices: choose a tp_size that divides "
+                "the heads"
             )
         return self

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.sections import Sections
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 
 Axes = tuple[tuple[Axis, ...], ...]
@@ -86,11 +87,11 @@ class LayerPart(Protocol):
         """Its parameters, in the order of the model. `hidden`: width of the residual stream."""
         ...
 
-    def sharded(self, size: int) -> Self:
-        """The whole part as it is built for `size` devices, each of which gets complete heads or columns. Heads of
-        which there are fewer than devices are replicated.
+    def sharded(self, over: Parallelism) -> Self:
+        """The whole part as it is built for several devices, each of which gets complete heads, columns or experts.
+        Heads of which there are fewer than devices are replicated.
 
-        **Raises:** `ConfigError` if `size` devices cannot share the part.
+        **Raises:** `ConfigError` if the devices cannot share the part.
         """
         ...
 

@@ -11,6 +11,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import HIDDEN, Declared, FusedHeads, linear, side_by_side
 from sglang_jax.architectures.kinds.sections import Section, Sections, can_share
+from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.errors import ConfigError
 
@@ -73,7 +74,8 @@ class ShortConvConfig:
         yield from _convolution(self, self.bias)
         yield from _output(self.channels, hidden, self.bias)
 
-    def sharded(self, size: int) -> ShortConvConfig:
+    def sharded(self, over: Parallelism) -> ShortConvConfig:
+        size = over.devices
         if size == 1:
             return self
         if self.channels % size:
@@ -160,7 +162,8 @@ class GatedDeltaNetConfig:
             decays = replace(decays, fused_heads=of_decays, stored_as=Part.UPDATE_RATE)
         yield from (states, gates, rates, decays)
 
-    def sharded(self, size: int) -> GatedDeltaNetConfig:
+    def sharded(self, over: Parallelism) -> GatedDeltaNetConfig:
+        size = over.devices
         if size == 1:
             return self
         keys = self.num_key_heads
@@ -258,7 +261,8 @@ class Mamba2Config:
         yield from _convolution(self, self.conv_bias)
         yield from _output(self.inner, hidden, self.out_bias, self.output_multiplier)
 
-    def sharded(self, size: int) -> Mamba2Config:
+    def sharded(self, over: Parallelism) -> Mamba2Config:
+        size = over.devices
         if size == 1:
             return self
         groups, parts = self.num_groups, self.norm_groups if self.norm is not None else size
