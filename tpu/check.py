@@ -39,7 +39,7 @@ from tpu.alternatives import Setup, shortage_in, suggest_fitting, suggest_remedi
 from tpu.choices import PAGE_SIZE, memory_fraction
 from tpu.figures import CacheEntries, Deployment, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
 from tpu.report import Report, heading, render
-from tpu.shapes import SHAPES, load_shape
+from tpu.shapes import SHAPES, load_shape, stored_quantization
 from tpu.topologies import parse_topology
 from tpu.worker import compile_in_child, require_compiler
 
@@ -268,7 +268,7 @@ def _model_and_encodings(model: str, options: EngineConfig) -> tuple[ModelConfig
     if model in SHAPES:
         config = load_shape(model)
         quantization = quantization_wanted(options.quantization)
-        reader: TensorReader = DummyReader(config, seed=0)
+        reader: TensorReader = DummyReader(config, seed=0, stored=stored_quantization(model))
     else:
         checkpoint = open_checkpoint(model, LoadFormat.DUMMY)
         config, quantization = checkpoint.config, quantization_of(options, checkpoint)

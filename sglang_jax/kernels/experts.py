@@ -1,4 +1,4 @@
-"""Expert layers: each token through the experts that its router chose, in three ways. Its result is summed over its
+"""Expert layers: each token through the experts that its router chose, in several ways. Its result is summed over its
 experts in the router's order, or over all by number, so it does not depend on the other tokens of the step."""
 
 from __future__ import annotations
@@ -20,6 +20,15 @@ from sglang_jax.kernels.expert_groups_pallas import (
     multiply_experts_in_groups,
     rows_of_tile,
 )
+from sglang_jax.kernels.expert_pallas import (
+    Gate,
+    OfColumns,
+    SortedTiles,
+    Widths,
+    gated_rows,
+    rows_of_expert,
+    summed_rows,
+)
 from sglang_jax.kernels.group_product_pallas import GroupedWeights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, current_chip
 
@@ -34,13 +43,14 @@ on v6e, as long as products with 6,000 rows (libtpu 0.0.51)."""
 _ROWS_AT_ONCE = 512
 """Rows per product with all experts, whose intermediate results are float32 `[rows, experts, columns]`."""
 
+_LEAST_TOKENS_OF_A_PART = 256
+"""Of a step that `KERNELS` compute in parts: with fewer, reading the weights for each part takes longer than other
+products do."""
+
 _LARGEST_TILE = 32
 
 _NARROW = {Chip.V5E: "int8", Chip.V5P: "int8", Chip.V6E: "int8", Chip.TPU7X: "float8_e4m3fn"}
 """The 8-bit type that grouped products read directly; for others, libtpu 0.0.51 first writes a widened copy."""
-
-Gate = Callable[[jax.Array, jax.Array], jax.Array]
-"""`activation(gate) * up` in float32."""
 
 Select = Callable[[jax.Array], jax.Array]
 """Gathers the entries of an array `[experts, ...]` that some rows need."""
@@ -68,6 +78,15 @@ class ExpertGroups:
 ExpertMatrices = jax.Array | ExpertBlocks | ExpertGroups
 
 
+@dataclass(frozen=True, slots=True)
+class KernelPart:
+    """Tokens of a step that `ExpertProducts.KERNELS` compute at once, rows of a tile, and columns of programs."""
+
+    tokens: int
+    rows: int
+    widths: Widths
+
+
 class ExpertProducts(StrEnum):
     """How a step computes its experts."""
 
@@ -79,14 +98,21 @@ class ExpertProducts(StrEnum):
     TILES = "tiles"
     """Tokens sorted by expert, a tile of one expert's rows at a time; a chosen expert is read once per tile. For CPUs,
     where XLA's grouped product computes all experts (jax 0.10)."""
+    KERNELS = "kernels"
+    """Tokens sorted by expert, in two kernels for bfloat16 on TPUs: see `expert_pallas`."""
     GROUPS = "groups"
     """Tokens sorted by expert, in a kernel for matrices in groups: see `expert_groups_pallas`."""
 
     @classmethod
-    def of(cls, config: ExpertsConfig, tokens: int, *, for_tpu: bool, widened: bool = False) -> ExpertProducts:
-        """The choice for a step of `tokens` tokens. `widened`: see `ExpertWeights.widened`."""
+    def of(
+        cls, config: ExpertsConfig, tokens: int, *, for_tpu: bool, fits: bool = False, widened: bool = False
+    ) -> ExpertProducts:
+        """The choice for a step of `tokens` tokens. `fits`: the kernels have room for it. `widened`: see
+        `ExpertWeights.widened`."""
         if not for_tpu:
             return cls.TILES
+        if fits:
+            return cls.KERNELS
         if widened and tokens <= _MAX_ROWS_INSTEAD_OF_WIDENING:
             return cls.ALL
         reads_nearly_all = config.share_read(tokens) >= _SHARE_READ
@@ -138,6 +164,20 @@ class ExpertWeights:
         """Whether this chip's grouped products would widen some of the matrices in memory first."""
         return not all(map(_reads, self.plain))
 
+    def part(self, tokens: int, chosen: int, experts: int) -> KernelPart | None:
+        """How `KERNELS` compute a step of `tokens` tokens, each of which chooses some of `experts` on all devices: at
+        once, or in few equal parts, each of which reads the weights again; None if that has no room."""
+        gate, _, down = self.plain
+        for count in (1, 2, 4, 8):
+            own = -(-tokens // count)
+            if count > 1 and own < _LEAST_TOKENS_OF_A_PART:
+                return None
+            rows = rows_of_expert(own * chosen / experts)
+            widths = Widths.of(own, chosen, rows, (gate, down))
+            if widths is not None:
+                return KernelPart(own, rows, widths)
+        return None
+
     def scaled(self, gates: jax.Array, ups: jax.Array, of_rows: Select) -> tuple[jax.Array, jax.Array]:
         """Products of gate and up, with scales and biases applied. `of_rows` gathers these for the products' rows."""
         if self.gate_scales is not None:
@@ -182,19 +222,24 @@ def multiply_experts(
     choice: ExpertChoice,
     gate: Gate,
     tile: int | None = None,
+    experts: int | None = None,
 ) -> jax.Array:
     """The outputs of the chosen experts, weighted by their scores and summed: float32 `[T, hidden]`. `x` `[T, hidden]`
     has the type of the products. `tile`: rows of `TILES`, for results that do not depend on the step; None for a number
-    that suits it."""
+    that suits it. `experts`: of all devices, if this one has only some of them.
+
+    Raises `ValueError` for `KERNELS` without room in vector memory."""
     if products is ExpertProducts.ALL:
         return _by_all_in_parts(x, weights, choice, gate)
-    experts, chosen = weights.count, choice.experts.shape[1]
+    if products is ExpertProducts.KERNELS:
+        return _in_kernels(x, weights, choice, gate, experts or weights.count)
+    own, chosen = weights.count, choice.experts.shape[1]
     flat = choice.experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    sizes = _sizes(flat, experts)
+    sizes = _sizes(flat, own)
     if products is ExpertProducts.GROUPS:
         # The rows of a tile may change the last bits, so they are fixed where `tile` asks for equal results.
-        rows = rows_of_tile(len(flat), experts) if tile is None else LEAST_ROWS
+        rows = rows_of_tile(len(flat), experts or own) if tile is None else LEAST_ROWS
         found = _in_groups(x, order // chosen, weights, flat[order], sizes, gate, rows)
     else:
         multiply = _ragged if products is ExpertProducts.RAGGED else partial(_in_tiles, tile=tile)
@@ -222,16 +267,27 @@ def _reads(kernel: jax.Array) -> bool:
 
 
 def _by_all_in_parts(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate) -> jax.Array:
-    if len(x) <= _ROWS_AT_ONCE:
-        return _by_all(x, weights, choice, gate)
-    further, experts = -len(x) % _ROWS_AT_ONCE, weights.count
+    return _in_parts(lambda part: _by_all(part[0], weights, part[1], gate), x, choice, weights.count, _ROWS_AT_ONCE)
+
+
+def _in_parts(
+    function: Callable[[tuple[jax.Array, ExpertChoice]], jax.Array],
+    x: jax.Array,
+    choice: ExpertChoice,
+    experts: int,
+    tokens: int,
+) -> jax.Array:
+    """A function of tokens and their choices, for some tokens at a time."""
+    if len(x) <= tokens:
+        return function((x, choice))
+    further = -len(x) % tokens
 
     def parts(array: jax.Array, padding: int) -> jax.Array:
         padded = jnp.pad(array, ((0, further), (0, 0)), constant_values=padding)
-        return padded.reshape(-1, _ROWS_AT_ONCE, array.shape[1])
+        return padded.reshape(-1, tokens, array.shape[1])
 
     rows = parts(x, 0), ExpertChoice(parts(choice.experts, experts), parts(choice.scores, 0))
-    found = jax.lax.map(lambda part: _by_all(part[0], weights, part[1], gate), rows)
+    found = jax.lax.map(function, rows)
     return found.reshape(-1, found.shape[-1])[: len(x)]
 
 
@@ -269,6 +325,23 @@ def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax
     gates, ups = weights.scaled(dot(x, gate_kernel, 2), dot(x, up_kernel, 2), lambda array: array[experts])
     found = dot(gate(gates, ups).astype(x.dtype), down, 1)
     return found if weights.down_scales is None else found * weights.down_scales[experts]
+
+
+def _in_kernels(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate, experts: int) -> jax.Array:
+    tokens, chosen = choice.experts.shape
+    part = weights.part(tokens, chosen, experts)
+    if part is None:
+        raise ValueError(f"experts of {tokens} tokens do not fit into the vector memory of {current_chip()}")
+    of_gate, of_up = OfColumns(weights.gate_scales, weights.gate_bias), OfColumns(weights.up_scales, weights.up_bias)
+    gate_kernel, up_kernel, down = weights.plain
+
+    def of_part(given: tuple[jax.Array, ExpertChoice]) -> jax.Array:
+        x, choice = given
+        tiles = SortedTiles.of(choice.experts, choice.scores, weights.count, part.rows)
+        inner = gated_rows(x, gate_kernel, up_kernel, tiles, part.widths.inner, gate, of_gate, of_up)
+        return summed_rows(inner, down, tiles, part.widths.outputs, len(x), OfColumns(weights.down_scales))
+
+    return _in_parts(of_part, x, choice, weights.count, part.tokens)
 
 
 def _in_groups(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from sglang_jax.kernels.experts import (
     ExpertMatrices,
     ExpertProducts,
     ExpertWeights,
-    Gate,
     multiply_experts,
 )
 from sglang_jax.kernels.row_tiles import in_tiles
@@ -93,9 +92,7 @@ class Experts(nnx.Module):
         config = self.config
         choice = ExpertChoice(*in_tiles(self._choose, (x, step.padding), self.tile_rows))
         weights = self._weights()
-        products = self._products(len(x), weights)
-        multiply = partial(_multiply_own, products, config.num_experts, gate=self._gated, tile=self.tile_rows)
-        found = _on_each_device(multiply, x.astype(self.dtype), weights, choice)
+        found = _on_each_device(self._multiply_own, x.astype(self.dtype), weights, choice)
         if self.shared is not None:
             found = found + self.shared(x)
         if memory.expert_tokens is not None:
@@ -108,8 +105,23 @@ class Experts(nnx.Module):
             return ExpertProducts.GROUPS
         if self.tile_rows is not None:
             return ExpertProducts.TILES
-        widened = self.for_tpu and weights.widened
-        return ExpertProducts.of(self.config, tokens, for_tpu=self.for_tpu, widened=widened)
+        if not self.for_tpu:
+            return ExpertProducts.of(self.config, tokens, for_tpu=False)
+        sizes = tokens, self.config.chosen, self.config.num_experts
+        fits = self.dtype == jnp.bfloat16 and weights.part(*sizes) is not None
+        return ExpertProducts.of(self.config, tokens, for_tpu=True, fits=fits, widened=weights.widened)
+
+    def _multiply_own(self, x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:
+        """`multiply_experts` by those experts whose `weights` this device has; the others count as not chosen."""
+        experts = self.config.num_experts
+        if weights.count < experts:
+            choice = choice.among(weights.count, jax.lax.axis_index("expert") * weights.count)
+        products = self._products(len(x), weights)
+        found = multiply_experts(products, x, weights, choice, self._gated, self.tile_rows, experts)
+        biases = weights.down_bias
+        if biases is None:
+            return found
+        return found + in_tiles(lambda scores: matmul(scores, biases), choice.by_expert(weights.count), self.tile_rows)
 
     def _choose(self, tokens: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """The fields of an `ExpertChoice` for tokens `[T, hidden]`, of which some are padding, bool `[T]`."""
@@ -212,28 +224,11 @@ def _in_best_groups(config: ExpertsConfig, ranked: jax.Array) -> jax.Array:
     return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(ranked.shape)
 
 
-def _multiply_own(
-    products: ExpertProducts,
-    experts: int,
+def _on_each_device(
+    multiply: Callable[[jax.Array, ExpertWeights, ExpertChoice], jax.Array],
     x: jax.Array,
     weights: ExpertWeights,
     choice: ExpertChoice,
-    *,
-    gate: Gate,
-    tile: int | None,
-) -> jax.Array:
-    """`multiply_experts` by those of `experts` whose `weights` this device has; the others count as not chosen."""
-    if weights.count < experts:
-        choice = choice.among(weights.count, jax.lax.axis_index("expert") * weights.count)
-    found = multiply_experts(products, x, weights, choice, gate, tile)
-    biases = weights.down_bias
-    if biases is None:
-        return found
-    return found + in_tiles(lambda scores: matmul(scores, biases), choice.by_expert(weights.count), tile)
-
-
-def _on_each_device(
-    multiply: partial[jax.Array], x: jax.Array, weights: ExpertWeights, choice: ExpertChoice
 ) -> jax.Array:
     """Runs `multiply` on each device with its experts, or its shard of their columns, and sums the results."""
     mesh = automatic_mesh()

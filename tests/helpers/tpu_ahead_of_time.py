@@ -123,8 +123,24 @@ class GroupKernel:
     experts: int = 0
 
 
-AnyKernel = Kernel | StateKernel | ConvolutionKernel | FilterKernel | GroupKernel
-_KINDS = {kind.__name__: kind for kind in (Kernel, StateKernel, ConvolutionKernel, FilterKernel, GroupKernel)}
+@dataclass(frozen=True)
+class ExpertKernel:
+    """The two kernels of a layer's experts on one of several devices: `own` of `experts`, of which each of `tokens`
+    chooses some. By default, those of Qwen3-30B-A3B on four devices."""
+
+    tokens: int = 64
+    hidden: int = 2048
+    columns: int = 768
+    own: int = 32
+    experts: int = 128
+    chosen: int = 8
+    dtype: str = "bfloat16"
+    biases: bool = False
+
+
+_TYPES = (Kernel, StateKernel, ConvolutionKernel, FilterKernel, GroupKernel, ExpertKernel)
+AnyKernel = Kernel | StateKernel | ConvolutionKernel | FilterKernel | GroupKernel | ExpertKernel
+_KINDS = {kind.__name__: kind for kind in _TYPES}
 
 
 @dataclass(frozen=True)
@@ -173,6 +189,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from sglang_jax.kernels.expert_groups_pallas import ExpertTiles, filled_up, multiply_experts_in_groups
+    from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
     from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
     from sglang_jax.kernels.kept_distance_pallas import fits, kept_distance
     from sglang_jax.kernels.kv_storage import page_shape
@@ -340,6 +357,25 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
             return Outcome(str(error))
         return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
+    def one_of_experts(kernel: ExpertKernel) -> Outcome:
+        rows = array((kernel.own, kernel.columns, kernel.hidden), kernel.dtype)
+        inner, outer = (array((kernel.own, size), "float32") for size in (kernel.columns, kernel.hidden))
+        scales = (None,) * 3 if kernel.dtype == "bfloat16" else (inner, inner, outer)
+        weights = ExpertWeights(rows, rows, rows, *[inner if kernel.biases else None] * 2, None, *scales)
+        choices = (kernel.tokens, kernel.chosen)
+        choice = ExpertChoice(array(choices), array(choices, "float32"))
+        x = array((kernel.tokens, kernel.hidden), "bfloat16")
+
+        def products(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:
+            gate = lambda gates, ups: jax.nn.silu(gates) * ups  # noqa: E731
+            return multiply_experts(ExpertProducts.KERNELS, x, weights, choice, gate, experts=kernel.experts)
+
+        try:
+            memory = jax.jit(products).lower(x, weights, choice).compile().memory_analysis()
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            return Outcome(str(error))
+        return Outcome(None, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+
     def compiled(kernel: AnyKernel) -> Outcome:
         match kernel:
             case Kernel():
@@ -352,6 +388,8 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
                 return one_of_filters(kernel)
             case GroupKernel():
                 return one_of_groups(kernel)
+            case ExpertKernel():
+                return one_of_experts(kernel)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return [compiled(kernel) for kernel in kernels]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.tpu_ahead_of_time import (
     TOPOLOGIES,
+    AnyKernel,
     ConvolutionKernel,
+    ExpertKernel,
     FilterKernel,
     GroupKernel,
     Kernel,
@@ -121,6 +124,27 @@ MORE_GROUPS = [
 ]
 
 
+EXPERTS = [
+    ExpertKernel(),
+    ExpertKernel(tokens=512, hidden=2880, columns=2880, own=4, experts=32, chosen=4, biases=True),  # gpt-oss
+]
+MORE_EXPERTS = [
+    ExpertKernel(tokens=2048),
+    ExpertKernel(dtype="int8"),
+    ExpertKernel(tokens=256, hidden=4096, columns=1536, own=16, experts=128),  # Qwen3-235B-A22B
+    ExpertKernel(tokens=512, hidden=7168, columns=2048, own=8, experts=256),  # DeepSeek-V3
+    ExpertKernel(tokens=1, hidden=4096, columns=448, own=8, experts=8, chosen=2),  # Mixtral on 32 devices
+]
+
+
+def check_experts(kernels: list[ExpertKernel], outcomes: list[Outcome]) -> None:
+    """Weights are not copied, and tokens are not copied for each of their experts."""
+    for kernel, outcome in zip(kernels, outcomes, strict=True):
+        assert outcome.error is None, (kernel, outcome.error)
+        rows = kernel.tokens * kernel.chosen + 128 * kernel.own
+        assert outcome.temporary < rows * (4 * kernel.columns + 128), kernel
+
+
 def check_groups(kernels: list[GroupKernel], outcomes: list[Outcome]) -> None:
     """Weights are not widened, nor copied, in memory."""
     for kernel, outcome in zip(kernels, outcomes, strict=True):
@@ -168,34 +192,48 @@ def check(kernels: list[Kernel], outcomes: list[Outcome]) -> None:
         assert outcome.temporary < pages, kernel
 
 
+ON_V6E: list[AnyKernel] = [*STATES, *KERNELS, *CONVOLUTIONS, *FILTERS, *GROUPS, *EXPERTS, TOO_LARGE]
+
+
 @pytest.fixture(scope="module")
 def on_v6e() -> list[Outcome]:
-    return compile_kernels("v6e", [*STATES, *KERNELS, *CONVOLUTIONS, *FILTERS, *GROUPS, TOO_LARGE])
+    return compile_kernels("v6e", ON_V6E)
+
+
+def of(kernels: Sequence[AnyKernel], outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes of some of `ON_V6E`."""
+    first = ON_V6E.index(kernels[0])
+    return outcomes[first : first + len(kernels)]
 
 
 @pytest.mark.slow
 def test_kernels_compile(on_v6e: list[Outcome]) -> None:
-    check(KERNELS, on_v6e[len(STATES) :][: len(KERNELS)])
+    check(KERNELS, of(KERNELS, on_v6e))
 
 
 @pytest.mark.slow
 def test_kernels_of_states_compile(on_v6e: list[Outcome]) -> None:
-    check_states(STATES, on_v6e[: len(STATES)])
+    check_states(STATES, of(STATES, on_v6e))
 
 
 @pytest.mark.slow
 def test_kernels_of_convolutions_compile(on_v6e: list[Outcome]) -> None:
-    check_convolutions(CONVOLUTIONS, on_v6e[len(STATES) + len(KERNELS) :][: len(CONVOLUTIONS)])
+    check_convolutions(CONVOLUTIONS, of(CONVOLUTIONS, on_v6e))
 
 
 @pytest.mark.slow
 def test_kernels_of_filters_compile(on_v6e: list[Outcome]) -> None:
-    check_filters(FILTERS, on_v6e[-1 - len(GROUPS) - len(FILTERS) : -1 - len(GROUPS)])
+    check_filters(FILTERS, of(FILTERS, on_v6e))
+
+
+@pytest.mark.slow
+def test_experts_compile(on_v6e: list[Outcome]) -> None:
+    check_experts(EXPERTS, of(EXPERTS, on_v6e))
 
 
 @pytest.mark.slow
 def test_products_in_groups_compile(on_v6e: list[Outcome]) -> None:
-    check_groups(GROUPS, on_v6e[-1 - len(GROUPS) : -1])
+    check_groups(GROUPS, of(GROUPS, on_v6e))
 
 
 def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
@@ -213,13 +251,14 @@ def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
 )
 def test_a_mixed_step_compiles_for_other_chips(chip: str, kernel: Kernel) -> None:
     """It runs every kernel."""
-    mixed = [kernel, STATES[1], CONVOLUTIONS[1], FILTERS[0], *GROUPS]
-    attention, states, convolution, filters, *groups = compile_kernels(chip, mixed)
+    mixed = [kernel, STATES[1], CONVOLUTIONS[1], FILTERS[0], *GROUPS, *EXPERTS]
+    attention, states, convolution, filters, *further = compile_kernels(chip, mixed)
     check([kernel], [attention])
     check_states([STATES[1]], [states])
     check_convolutions([CONVOLUTIONS[1]], [convolution])
     check_filters([FILTERS[0]], [filters])
-    check_groups(GROUPS, groups)
+    check_groups(GROUPS, further[: len(GROUPS)])
+    check_experts(EXPERTS, further[len(GROUPS) :])
 
 
 SHARED = {"paged_attention_decode", "paged_attention_prefill", "kv_write_runs", "state_rows", "state_chunks"}
@@ -306,3 +345,16 @@ def test_every_variant_of_filters_compiles(chip: str) -> None:
 def test_every_variant_of_groups_compiles(chip: str) -> None:
     kernels = GROUPS + MORE_GROUPS
     check_groups(kernels, compile_kernels(chip, kernels))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_every_variant_of_experts_compiles(chip: str) -> None:
+    """Except on a v4, whose vector memory has no room for many tokens, nor for much of wide matrices."""
+    kernels = EXPERTS + MORE_EXPERTS
+    outcomes = compile_kernels(chip, kernels)
+    found = [
+        (kernel, each) for kernel, each in zip(kernels, outcomes, strict=True) if "do not fit" not in (each.error or "")
+    ]
+    assert len(found) == (len(kernels) - 4 if chip == "v4" else len(kernels))
+    check_experts(*map(list, zip(*found, strict=True)))

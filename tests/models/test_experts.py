@@ -56,7 +56,7 @@ CONFIGS = {
     "shared": {"shared_size": 20, "shared_gate": True},
     "shared without a gate": {"shared_size": 20, "chosen": 1},
 }
-JAX_FORMS = [f"jax {one.value}" for one in ExpertProducts if one is not ExpertProducts.GROUPS]
+JAX_FORMS = [f"jax {one.value}" for one in (ExpertProducts.ALL, ExpertProducts.RAGGED, ExpertProducts.TILES)]
 TORCH_FORMS = ["torch tiles", "torch all experts", "torch grouped"]
 Arrays = dict[str, np.ndarray]
 Layer = Callable[[np.ndarray, int], np.ndarray]

@@ -1,0 +1,191 @@
+"""Estimate of the experts of one layer on a TPU without one, next to the least time.
+
+    python benchmarks/tpu_expert_estimate.py [--layer MODEL:CHIP:EP:TOKENS ...] [--json FILE]
+
+Needs libtpu and no TPU (`pip install --no-deps --target FOLDER libtpu` and PYTHONPATH=FOLDER). The products of the
+experts of one device (`multiply_experts`) are compiled, for whole experts on each of EP devices, and the schedule of
+both kernels is read. Tokens choose experts at random, with a fixed seed. Thousands of cycles:
+
+- `gate_up`, `down`: of each kernel: for every expert the bundles of its tiles, or the copy of its matrices at the
+  memory's speed, where that is longer.
+- `around`: the compiler's estimate of everything else; it has none for sorts, and none for copies of single numbers
+  that it leaves to the SparseCores.
+- `least`: matrices of the chosen experts at the memory's speed, or their products at the peak of the matrix units.
+- `share`: the least of the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import report
+from tpu_kernels.schedule import DUMP_FLAGS, Loop, read_schedule
+
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
+from tpu.shapes import load_shape
+from tpu.topologies import parse_topology
+
+TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}
+LAYERS = tuple(
+    f"{model}:{chip}:{devices}:{tokens}"
+    for model, devices in (("qwen3-30b-a3b", 4), ("qwen3-235b-a22b", 32))
+    for chip in ("v6e", "tpu7x")
+    for tokens in (8, 64, 256, 2048)
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`own` experts of a device, with activations of `hidden` numbers."""
+
+    config: ExpertsConfig
+    hidden: int
+    chip: str
+    own: int
+    tokens: int
+
+    @staticmethod
+    def parse(text: str) -> Layer:
+        model, chip, devices, tokens = text.split(":")
+        config = load_shape(model)
+        experts = next(each.feed_forward for each in config.layers if isinstance(each.feed_forward, ExpertsConfig))
+        return Layer(experts, config.hidden_size, chip, experts.num_experts // int(devices), int(tokens))
+
+    @property
+    def matrix_bytes(self) -> int:
+        return 2 * self.config.size * self.hidden
+
+    def rows_of_experts(self, at_once: int) -> np.ndarray:
+        """Rows of each own expert for each part of a step, `[parts, own]`, of tokens that choose at random."""
+        random, experts = np.random.default_rng(0), self.config.num_experts
+        chosen = np.array([random.choice(experts, self.config.chosen, replace=False) for _ in range(self.tokens)])
+        parts = (chosen[first : first + at_once].reshape(-1) for first in range(0, self.tokens, at_once))
+        return np.array([np.bincount(part, minlength=experts)[: self.own] for part in parts])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layer", nargs="+", default=LAYERS)
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--here", type=Path, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.here is not None:
+        print(json.dumps(compiled(Layer.parse(args.layer[0]), args.here)))
+        return
+    report("Experts of a layer by the TPU compiler's schedule", [row(text) for text in args.layer], args.json)
+
+
+def row(text: str) -> dict[str, Any]:
+    """A row of the table."""
+    layer = Layer.parse(text)
+    found = compiled_in_child(text)
+    chip = parse_topology(TOPOLOGIES[layer.chip]).chip
+    bandwidth, flops = (each / chip.devices for each in (chip.hbm_bandwidth, chip.bf16_flops))
+    rows = layer.rows_of_experts(found["tokens"])
+    tiles = -(-rows // found["rows"])
+    cycles = {
+        name: sum(programs * max(count * kernel["bundles"] / programs, (count > 0) * copied) for count in tiles.flat)
+        for name, matrices in (("gate_up", 2), ("down", 1))
+        for kernel in [found[name]]
+        for programs in [kernel["programs"]]
+        for copied in [matrices * layer.matrix_bytes / programs / bandwidth * chip.clock]
+    }
+    read = 3 * layer.matrix_bytes * int((rows.sum(0) > 0).sum()) / bandwidth
+    computed = 2 * 3 * layer.config.size * layer.hidden * int(rows.sum()) / flops
+    least, total = max(read, computed) * chip.clock, sum(cycles.values()) + found["around"]
+    return {
+        "layer": text,
+        "gate_up": cycles["gate_up"] / 1e3,
+        "down": cycles["down"] / 1e3,
+        "around": found["around"] / 1e3,
+        "least": least / 1e3,
+        "share": least / total,
+    }
+
+
+def compiled_in_child(text: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=folder),
+            "XLA_FLAGS": f"--xla_dump_to={folder}/hlo --xla_dump_hlo_as_text",
+        }
+        own = ["--layer", text, "--here", folder]
+        done = subprocess.run(
+            [sys.executable, __file__, *own], env=os.environ | environment, stdout=subprocess.PIPE, check=True
+        )
+    found: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+    return found
+
+
+def compiled(layer: Layer, folder: Path) -> dict[str, Any]:
+    """Rows of a tile, bundles and programs of each kernel, and cycles of everything else."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
+    from tpu.hlo import take_text
+    from tpu.operations import Module
+
+    device = topologies.get_topology_desc(TOPOLOGIES[layer.chip], "tpu").devices[0]
+    mesh = jax.sharding.Mesh([device], ("x",))
+
+    def array(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole)
+
+    config, tokens = layer.config, layer.tokens
+    matrices = array((layer.own, config.size, layer.hidden), "bfloat16")
+    choices = (tokens, config.chosen)
+
+    def products(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:
+        gate = lambda gates, ups: jax.nn.silu(gates) * ups  # noqa: E731
+        return multiply_experts(ExpertProducts.KERNELS, x, weights, choice, gate, experts=config.num_experts)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        weights = ExpertWeights(matrices, matrices, matrices)
+        part = weights.part(tokens, config.chosen, config.num_experts)
+        choice = ExpertChoice(array(choices, "int32"), array(choices, "float32"))
+        jax.jit(products).lower(array((tokens, layer.hidden), "bfloat16"), weights, choice).compile()
+    assert part is not None
+    text = take_text(folder / "hlo")
+    assert text is not None
+    return {
+        "tokens": part.tokens,
+        "rows": part.rows,
+        "around": sum(each.total for each in Module(text).operations() if not each.conditional),
+        "gate_up": kernel(folder, "expert_gate_up", part.rows, -(-config.size // part.widths.inner)),
+        "down": kernel(folder, "expert_down_sum", part.rows, -(-layer.hidden // part.widths.outputs)),
+    }
+
+
+def kernel(folder: Path, name: str, rows: int, programs: int) -> dict[str, int]:
+    """Programs of an expert's tile, and their bundles: those of the branch with the products, and of the loop over its
+    rows, as if all were filled."""
+    loop = max(read_schedule(folder, name).walk(), key=_products)
+    own = sum(len(region) for region in loop.regions() if any("vmatmul" in bundle for bundle in region))
+    over_rows = sum(len(inner.bundles) for inner in loop.loops)
+    return {"programs": programs, "bundles": programs * (own + over_rows * rows // 8)}
+
+
+def _products(loop: Loop) -> int:
+    return loop.products
+
+
+if __name__ == "__main__":
+    main()

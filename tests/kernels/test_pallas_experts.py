@@ -1,0 +1,163 @@
+"""Experts by the kernels for TPUs, in Pallas' interpreter, against float64. Unwritten memory is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.tpu_interpreter import CopyMode, Interpreted
+from numpy.typing import NDArray
+
+from sglang_jax.kernels import expert_pallas, experts
+from sglang_jax.kernels.expert_pallas import SortedTiles, Widths
+from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, KernelPart, multiply_experts
+from sglang_jax.kernels.ragged_paged_attention.pallas import shapes
+
+Float64 = NDArray[np.float64]
+
+
+def random_weights(
+    count: int, columns: int, hidden: int, dtype: str, *, biases: bool
+) -> tuple[ExpertWeights, dict[str, Float64]]:
+    """With them, the numbers that they stand for."""
+    random = np.random.default_rng(columns)
+    sizes = {"gate": (columns, hidden), "up": (columns, hidden), "down": (columns, hidden)}
+    stored: dict[str, jax.Array] = {}
+    numbers: dict[str, Float64] = {}
+    for name, (rows, inputs) in sizes.items():
+        draw = random.standard_normal((count, rows, inputs)) * (40 if dtype == "int8" else 0.3)
+        stored[name] = jnp.asarray(draw, jnp.dtype(dtype))
+        numbers[name] = np.asarray(stored[name], np.float64)
+        outputs = hidden if name == "down" else columns
+        if dtype == "int8":
+            scales = random.uniform(0.005, 0.01, (count, outputs)).astype(np.float32)
+            stored[f"{name}_scales"] = jnp.asarray(scales)
+            numbers[name] *= scales[:, None] if name == "down" else scales[..., None]
+        if biases and name != "down":
+            stored[f"{name}_bias"] = jnp.asarray(random.standard_normal((count, outputs)), jnp.float32)
+            numbers[f"{name}_bias"] = np.asarray(stored[f"{name}_bias"], np.float64)
+    return ExpertWeights(**stored), numbers  # type: ignore[arg-type]
+
+
+def exactly(x: Float64, numbers: dict[str, Float64], choice: ExpertChoice) -> tuple[Float64, Float64]:
+    """The outputs, and the sums of the magnitudes that they are sums of."""
+    numbers_of, scores = np.asarray(choice.experts), np.asarray(choice.scores, np.float64)
+    found, size = np.zeros((2, *x.shape))
+    for token, (own, factors) in enumerate(zip(numbers_of, scores, strict=True)):
+        for expert, factor in zip(own, factors, strict=True):
+            if expert >= len(numbers["gate"]):
+                continue
+            gate, up = (numbers[name][expert] @ x[token] for name in ("gate", "up"))
+            if "gate_bias" in numbers:
+                gate, up = gate + numbers["gate_bias"][expert], up + numbers["up_bias"][expert]
+            inner = gate / (1 + np.exp(-gate)) * up
+            found[token] += factor * inner @ numbers["down"][expert]
+            size[token] += factor * np.abs(inner) @ np.abs(numbers["down"][expert])
+    return found, size
+
+
+def chosen(tokens: int, among: list[int], count: int, padding: int) -> ExpertChoice:
+    """Each token chooses `count` of the experts `among`, but the last ones none: those have number 12."""
+    random = np.random.default_rng(tokens)
+    experts = np.stack([random.permutation(among)[:count] for _ in range(tokens)]).astype(np.int32)
+    scores = random.uniform(0.1, 1, experts.shape).astype(np.float32)
+    experts[tokens - padding :], scores[tokens - padding :] = 12, 0
+    return ExpertChoice(jnp.asarray(experts), jnp.asarray(scores))
+
+
+def run(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, experts: int) -> tuple[jax.Array, bool]:
+    def products(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:
+        gate = lambda gates, ups: jax.nn.silu(gates) * ups  # noqa: E731
+        return multiply_experts(ExpertProducts.KERNELS, x, weights, choice, gate, experts=experts)
+
+    return Interpreted(products).run(CopyMode.ON_WAIT, x, weights, choice)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "hidden", "dtype", "biases", "vector_memory"),
+    [
+        (5, 48, 64, "bfloat16", True, 96),
+        (48, 300, 256, "bfloat16", False, 0.38),  # in two parts; several programs of columns, the last one narrower
+        (40, 32, 64, "int8", True, 96),
+    ],
+)
+def test_outputs_are_those_of_float64(
+    tokens: int,
+    columns: int,
+    hidden: int,
+    dtype: str,
+    biases: bool,
+    vector_memory: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of all experts on one device; and summed over two, each of which has some: experts that nobody chose, tokens
+    without an expert of a device, padding, and tiles that are filled in part."""
+    limits = shapes.VMEM_LIMITS | {shapes.Chip.INTERPRETER: int((4 + vector_memory) * shapes.MIB)}
+    monkeypatch.setattr(expert_pallas, "VMEM_LIMITS", limits)
+    monkeypatch.setattr(experts, "_LEAST_TOKENS_OF_A_PART", 4)
+    weights, numbers = random_weights(12, columns, hidden, dtype, biases=biases)
+    choice = chosen(tokens, [1, 2, 3, 4, 5, 9, 11], 3, padding=2)
+    part = weights.part(tokens, 3, 12)
+    assert part is not None
+    narrow = part.tokens < tokens and part.widths.inner < columns and part.widths.outputs < hidden
+    assert narrow == (vector_memory < 1)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, hidden)), jnp.bfloat16)
+    expected, size = exactly(np.asarray(x, np.float64), numbers, choice)
+
+    def of_device(first: int, last: int) -> tuple[ExpertWeights, ExpertChoice]:
+        own: Any = {name: None if array is None else array[first:last] for name, array in vars(weights).items()}
+        return ExpertWeights(**own), choice.among(last - first, jnp.int32(first))
+
+    whole, races = run(x, weights, choice, 12)
+    assert not races
+    summed = sum(np.asarray(run(x, *of_device(first, first + 6), 12)[0], np.float64) for first in (0, 6))
+    for found in (np.asarray(whole, np.float64), summed):
+        # Activations are rounded to bfloat16, each by up to 2**-9.
+        assert (np.abs(found - expected) <= 2.0**-9 * size + 1e-5 * size).all()
+    assert not np.asarray(whole)[tokens - 2 :].any()
+
+
+def test_tiles_hold_every_choice_once() -> None:
+    """Filled in front, sorted by expert, and then by token; tiles behind the last one have its expert."""
+    choice = chosen(50, [0, 2, 3], 2, padding=9)
+    tiles = jax.jit(lambda experts, scores: vars(SortedTiles.of(experts, scores, 5, 16)))(choice.experts, choice.scores)
+    used, filled = int(tiles["used"][0]), np.asarray(tiles["filled"])
+    assert (filled[:used] > 0).all()
+    assert not filled[used:].any()
+    assert set(np.asarray(tiles["experts"])[used:]) == {3}
+    found = []
+    for tile, expert in enumerate(np.asarray(tiles["experts"])):
+        slots = slice(16 * tile, 16 * tile + int(filled[tile]))
+        own = zip(np.asarray(tiles["tokens"])[slots], np.asarray(tiles["scores"])[slots], strict=True)
+        found += [(int(expert), int(token), float(score)) for token, score in own]
+        assert (np.asarray(tiles["tokens"])[slots.stop : 16 * (tile + 1)] == 50).all()
+    numbers, scores = np.asarray(choice.experts), np.asarray(choice.scores)
+    wanted = [(int(numbers[at]), at[0], float(scores[at])) for at in np.ndindex(numbers.shape) if numbers[at] < 5]
+    assert found == sorted(wanted)
+
+
+def test_steps_without_room_are_left_to_other_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    def room(tokens: int, hidden: int = 2048, chosen: int = 8) -> Widths | None:
+        gate = jax.ShapeDtypeStruct((8, 768, hidden), jnp.bfloat16)
+        return Widths.of(tokens, chosen, 16, (gate, gate))
+
+    assert room(2048) == Widths(768, 2048)
+    assert room(16_384) is None  # tokens in vector memory
+    assert room(4096, 128, chosen=32) is None  # rows in scalar memory
+    large, _ = random_weights(1, 16, 16_384, "bfloat16", biases=False)
+    assert large.part(256, 2, 4) == KernelPart(256, 128, Widths(16, 16_384))
+    parts = large.part(2000, 2, 4)
+    assert parts is not None
+    assert (parts.tokens, parts.rows) == (500, 128)
+    assert large.part(2001 * 8, 2, 4) is None
+    monkeypatch.setattr(expert_pallas, "VMEM_LIMITS", {shapes.Chip.INTERPRETER: 14 * shapes.MIB})
+    assert room(64) == Widths(384, 2048)
+    weights, _ = random_weights(2, 16, 2**19, "int8", biases=False)
+    weights = replace(weights, gate=jax.ShapeDtypeStruct((2, 16, 2**21), jnp.int8))  # type: ignore[arg-type]
+    choice = ExpertChoice(jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1), jnp.float32))
+    with pytest.raises(ValueError, match="experts of 4 tokens do not fit into the vector memory of interpreter"):
+        multiply_experts(ExpertProducts.KERNELS, jnp.zeros((4, 2**21)), weights, choice, lambda gate, up: gate * up)
