@@ -1,4 +1,5 @@
-"""Fused operations on the device against the native ones in float32."""
+"""Fused operations on the device against the native ones in float32; and those that also round rows to 8 bits, against
+the same without rounding."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from dataclasses import replace
 import torch
 
 from gpu.bench import Bench, Row, Table
-from gpu.checks import Comparison, short, widened
+from gpu.checks import Comparison, exact, short, widened
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from torch_backend.kv_pages import KVPages
 from torch_backend.native_operations import NativeOperations
 from torch_backend.operations import HeadNorms, Rotation
+from torch_backend.rounded_rows import RoundedRows
 
 _EPS = 1e-5
 _EXPECTED = NativeOperations()
@@ -31,6 +34,53 @@ def run(bench: Bench) -> Iterator[Table]:
         rows.append(_rotation(bench, dtype, 128, 1, norms=True, kv_dtype=dtype))
         rows.append(_rotation(bench, dtype, 128, 64, norms=True, kv_dtype=torch.float8_e4m3fn))
     yield Table(f"fused operations ({bench.kernels.name}) against float32", rows)
+    if bench.kernels.name == "triton":
+        sizes = ((3, 96),) if bench.small else ((1, 576), (70, 4096), (257, 14_336), (5, 28_672))
+        kinds = [(dtype, values) for dtype in bench.dtypes for values in _roundings(bench)]
+        rounded = [row for kind in kinds for size in sizes for row in _rounded(bench, *kind, *size)]
+        yield Table("rounding to 8 bits in the kernel before a product, and after it", rounded)
+
+
+def _roundings(bench: Bench) -> tuple[torch.dtype, ...]:
+    """float8 where the chip has it."""
+    return (torch.int8, torch.float8_e4m3fn) if bench.chip.capability >= 89 else (torch.int8,)
+
+
+def _rounded(bench: Bench, dtype: torch.dtype, values: torch.dtype, tokens: int, columns: int) -> Iterator[Row]:
+    """One row is zeros, one is not finite. Every bit is that of two kernels, and near torch's rounding."""
+    from torch_backend.kernels.operations import TritonRounding
+
+    rounding, operations = TritonRounding(values, bench.chip.dependent_launches), bench.kernels.operations
+    x, residual, gate_up = (bench.normal(tokens, size, dtype=dtype) for size in (columns, columns, 2 * columns))
+    for each in (x, residual, gate_up):
+        each[-1], each[tokens // 2, 0] = 0, torch.inf
+    weight = 1 + bench.normal(columns, dtype=dtype) / 4
+    normed, _ = operations.add_rms_norm(x.clone(), residual.clone(), weight, _EPS)
+    pairs = {
+        "rms_norm": (rounding.rms_norm(x, weight, _EPS), operations.rms_norm(x, weight, _EPS)),
+        "add_rms_norm": (rounding.add_rms_norm(x, residual, weight, _EPS)[0], normed),
+        "silu_mul": (rounding.gated(gate_up, Activation.SILU), operations.silu_mul(gate_up)),
+    }
+    case = f"{short(dtype)} {short(values)} {tokens} x {columns}"
+    for name, (found, plain) in pairs.items():
+        after = rounding.round(plain)
+        yield exact(f"{name}: rounded within", case, _bits(found), _bits(after))
+        own = found.values[:tokens].float() * found.scales[:, None]
+        yield Comparison.of(own, _rounded_by_torch(plain, values), values).row(f"{name}: rounded", case)
+
+
+def _bits(rows: RoundedRows) -> torch.Tensor:
+    return torch.cat([each.view(torch.uint8).flatten() for each in (rows.values[: len(rows)], rows.scales)])
+
+
+def _rounded_by_torch(x: torch.Tensor, values: torch.dtype) -> torch.Tensor:
+    """Rows that are not finite are NaN."""
+    wide = x.float()
+    largest = 127.0 if values == torch.int8 else torch.finfo(values).max
+    scales = wide.abs().amax(-1, keepdim=True) / largest
+    levels = wide / torch.where(scales == 0, 1.0, scales)
+    levels = levels.round() if values == torch.int8 else levels.clamp(-largest, largest).to(values).float()
+    return torch.where(wide.isfinite().all(-1, keepdim=True), levels * scales, torch.nan)
 
 
 def _norms(bench: Bench, dtype: torch.dtype, tokens: int, hidden: int) -> Iterator[Row]:

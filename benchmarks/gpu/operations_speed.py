@@ -1,4 +1,5 @@
-"""Fused operations as a share of copy bandwidth, next to torch's operations launched one by one."""
+"""Fused operations as a share of copy bandwidth, next to torch's operations launched one by one; and those that also
+round rows to 8 bits, next to two kernels."""
 
 from __future__ import annotations
 
@@ -8,19 +9,56 @@ import torch
 
 from gpu.bench import Bench, Row, Table, Work, share
 from gpu.steps import random_pages
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from torch_backend.native_operations import NativeOperations
 from torch_backend.operations import Operations, Rotation
 
 
 def run(bench: Bench) -> Iterator[Table]:
-    """Widths of Llama 3 8B, next to torch's operations launched one by one."""
-    rows = [
-        row
-        for tokens in ((4,) if bench.small else (1, 256, 2048, 8192))
-        for row in _operations(bench, tokens, **({"hidden": 64, "inner": 96} if bench.small else {}))
-    ]
+    """Widths of Llama 3 8B."""
+    sizes = {"hidden": 64, "inner": 96} if bench.small else {}
+    steps = (4,) if bench.small else (1, 256, 2048, 8192)
+    rows = [row for tokens in steps for row in _operations(bench, tokens, **sizes)]
     rate = bench.rates.copy_bytes_per_second / 1e9
     yield Table(f"fused operations ({bench.kernels.name}), copy {rate:.4g} GB/s", rows)
+    if bench.kernels.name == "triton":
+        rounded = [row for tokens in steps for row in _roundings(bench, tokens, **sizes)]
+        yield Table(f"fused operations that round to int8, copy {rate:.4g} GB/s", rounded)
+
+
+def _roundings(bench: Bench, tokens: int, hidden: int = 4096, inner: int = 14336) -> Iterator[Row]:
+    from torch_backend.kernels.operations import TritonRounding
+
+    rounding, operations = TritonRounding(torch.int8, bench.chip.dependent_launches), bench.kernels.operations
+    x, residual = (bench.normal(tokens, hidden) for _ in range(2))
+    weight, gate_up = bench.normal(hidden), bench.normal(tokens, 2 * inner)
+    size = bench.dtype.itemsize
+    works: dict[str, tuple[Work, Work, int]] = {
+        "rms_norm": (
+            lambda: rounding.rms_norm(x, weight, 1e-5),
+            lambda: rounding.round(operations.rms_norm(x, weight, 1e-5)),
+            x.numel() * (size + 1),
+        ),
+        "add_rms_norm": (
+            lambda: rounding.add_rms_norm(x, residual, weight, 1e-5),
+            lambda: rounding.round(operations.add_rms_norm(x, residual, weight, 1e-5)[0]),
+            x.numel() * (3 * size + 1),
+        ),
+        "silu_mul": (
+            lambda: rounding.gated(gate_up, Activation.SILU),
+            lambda: rounding.round(operations.silu_mul(gate_up)),
+            tokens * inner * (2 * size + 1),
+        ),
+    }
+    for name, (work, separate, moved) in works.items():
+        seconds = bench.stopwatch.seconds(work)
+        yield {
+            "operation": name,
+            "tokens": tokens,
+            "us": seconds * 1e6,
+            "share of copy": share(moved / seconds, bench.rates.copy_bytes_per_second),
+            "two kernels us": bench.stopwatch.seconds(separate) * 1e6,
+        }
 
 
 def _operations(bench: Bench, tokens: int, hidden: int = 4096, inner: int = 14336) -> Iterator[Row]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu.bench import Bench
-from torch_backend.layers.scaled_products import float8_works, multiply_float8, multiply_widened
+from torch_backend.layers.scaled_products import RoundedProduct, float8_works, multiply_float8, multiply_widened
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -35,9 +35,9 @@ def products(bench: Bench) -> Iterator[Product]:
             yield Product("widened", multiply_widened, dtype, values)
             if bench.kernels.name == "triton":
                 yield _kernel(bench, dtype, values)
-        if dtype == torch.bfloat16 and float8_works(bench.device):
-            yield Product("scaled_mm", multiply_float8, dtype, torch.float8_e4m3fn, rounds=True)
         if bench.kernels.name == "triton":
+            if dtype == torch.bfloat16 and float8_works(bench.device):
+                yield _float8(bench, dtype)
             yield _integers(bench, dtype)
 
 
@@ -48,13 +48,22 @@ def _kernel(bench: Bench, dtype: torch.dtype, values: torch.dtype) -> Product:
     return Product("kernel", lambda *given: scaled_product(*given, chip), dtype, values, alike=64)
 
 
+def _float8(bench: Bench, dtype: torch.dtype) -> Product:
+    from torch_backend.kernels.operations import TritonRounding
+
+    values = torch.float8_e4m3fn
+    product = RoundedProduct(TritonRounding(values, bench.chip.dependent_launches), multiply_float8)
+    return Product("scaled_mm", product, dtype, values, rounds=True)
+
+
 def _integers(bench: Bench, dtype: torch.dtype) -> Product:
     from torch_backend.kernels.integer_product import integer_product
+    from torch_backend.kernels.operations import TritonRounding
 
     chip, many = bench.chip, 2**31
-    return Product(
-        "int8 inputs", lambda *given: integer_product(*given, chip), dtype, torch.int8, rounds=True, alike=many
-    )
+    rounding = TritonRounding(torch.int8, chip.dependent_launches)
+    product = RoundedProduct(rounding, lambda *given: integer_product(*given, chip))
+    return Product("int8 inputs", product, dtype, torch.int8, rounds=True, alike=many)
 
 
 def random_matrix(bench: Bench, outputs: int, inputs: int, values: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

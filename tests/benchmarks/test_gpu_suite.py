@@ -17,13 +17,16 @@ import helpers.triton_interpreter  # noqa: F401 - kernels in this process are in
 import pytest
 import torch
 
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from torch_backend.attention.interface import AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch
+from torch_backend.kernels.operations import TritonRounding
 from torch_backend.kv_pages import KVPages
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.operations import HeadNorms, Rotation
+from torch_backend.rounded_rows import RoundedRows
 from torch_backend.sampler import SamplerInputs
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +109,7 @@ def test_every_section_runs_on_native_operations(load: Any, name: str, columns: 
         "check_operations",
         "check_products",
         "check_groups",
+        "operations_speed",
         "products_speed",
         "check_sampling",
         "check_attention",
@@ -172,6 +176,27 @@ def test_a_wrong_operation_is_found(load: Any, faulty: NativeOperations, what: s
     assert not any(row["ok"] for row in rows if row["what"] == what)
     # one operation may be made of another; the others are right
     assert all(row["ok"] for row in rows if what.split("_")[-1] not in row["what"])
+
+
+def test_a_wrong_rounding_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sum before the norm's own rounding; and by the scale of the next row, everywhere."""
+    module = load("check_operations")
+    bench = load("bench").Bench(CPU, small=True, kernels_name="triton")
+    right = TritonRounding.round
+
+    def unscaled(self: TritonRounding, x: torch.Tensor, weight: torch.Tensor, eps: float) -> RoundedRows:
+        return right(self, bench.kernels.operations.rms_norm(x, weight, 2 * eps + 0.1))
+
+    def of_next_row(self: TritonRounding, gate_up: torch.Tensor, activation: Activation) -> RoundedRows:
+        found = right(self, bench.kernels.operations.silu_mul(gate_up))
+        return replace(found, scales=found.scales.roll(1))
+
+    for name, faulty, what in (("rms_norm", unscaled, "rms_norm"), ("gated", of_next_row, "silu_mul")):
+        with monkeypatch.context() as patch:
+            patch.setattr(TritonRounding, name, faulty)
+            rows = [row for row in rows_of(module, bench) if "rounded" in row["what"]]
+        assert len(rows) == 2 * 2 * 3 * 2
+        assert all(row["ok"] != row["what"].startswith(f"{what}: rounded") for row in rows)
 
 
 def test_a_wrong_product_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,21 +203,17 @@ def table_rows() -> list[str]:
     """The prefixes of the rows that the table has: see `COMPILED_WHOLE`."""
     from helpers.triton_inventory import REPRESENTATIVE, shipped_kernels
 
-    kernels = [(kernel.operation, kernel.configuration) for kernel in shipped_kernels()]
+    kernels = shipped_kernels()
     others = [
-        (operation, configuration)
-        for operation, configuration in kernels
-        if "attention" not in operation or (operation.startswith("extend") and "pages of 16" in configuration)
+        kernel
+        for kernel in kernels
+        if "attention" not in kernel.operation
+        or (kernel.operation.startswith("extend") and "pages of 16" in kernel.configuration)
     ]
-    rows = [row_prefix(COMPILED_WHOLE, *kernel) for kernel in kernels]
-    rows += [row_prefix(chip, *kernel) for chip in COMPILED_BUT_FOR_DECODE for kernel in others]
-    rows += [f"sm_{chip} {row}" for chip in SHARED_MEMORY for row in REPRESENTATIVE]
+    of_chips = [(COMPILED_WHOLE, kernels), *((chip, others) for chip in COMPILED_BUT_FOR_DECODE)]
+    of_chips += [(chip, [each for each in kernels if each.row in REPRESENTATIVE]) for chip in SHARED_MEMORY]
+    rows = [f"sm_{chip} {kernel.row}" for chip, some in of_chips for kernel in some if chip >= kernel.capability]
     return list(dict.fromkeys(rows))
-
-
-def row_prefix(capability: int, operation: str, configuration: str) -> str:
-    """How the rows of one shipped kernel start in a table."""
-    return f"sm_{capability} {operation}: {configuration}: "
 
 
 def compile_shipped(
@@ -253,7 +249,7 @@ def _compile_all(capabilities: Sequence[int], only: Sequence[str], seconds: floa
     for capability in capabilities:
         chip = Chip(capability, 132, can_launch_dependents(capability))
         for shipped in shipped_kernels():
-            prefix = row_prefix(capability, shipped.operation, shipped.configuration)
+            prefix = f"sm_{capability} {shipped.row}"
             if only and prefix not in only:
                 continue
             print(f"{prefix}...", end="", file=sys.stderr, flush=True)

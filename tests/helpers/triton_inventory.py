@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.kernels.chip import Chip
@@ -21,12 +22,13 @@ from torch_backend.kernels.decode_attention import Partials, decode_attention, p
 from torch_backend.kernels.expert_product import expert_product, expert_tile, tile_table
 from torch_backend.kernels.extend_attention import Sums, extend_attention, form_of
 from torch_backend.kernels.extend_plan import plan_extend
-from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
+from torch_backend.kernels.gated_activation import gelu_mul, rounded_gated, silu_mul
 from torch_backend.kernels.group_layout import GroupedWeights
 from torch_backend.kernels.group_product import group_product
 from torch_backend.kernels.integer_product import integer_product
-from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
+from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm, rounded_add_rms_norm, rounded_rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
+from torch_backend.kernels.rounding import empty_rows, round_rows
 from torch_backend.kernels.sample import greedy, sample
 from torch_backend.kernels.scaled_product import fixed_product, scaled_product
 from torch_backend.kv_pages import KVForm, KVPages
@@ -56,11 +58,18 @@ class ShippedKernel:
     - `operation`: the launcher's name, as in `rms_norm`.
     - `configuration`: the combination in words, as in `bfloat16, hidden 4096`; with `operation` it is unique.
     - `launch`: calls the launcher as the model would on that chip, with tensors without memory (device `meta`).
+    - `capability`: of the first chip that it is meant for.
     """
 
     operation: str
     configuration: str
     launch: Callable[[Chip], object]
+    capability: int = 80
+
+    @property
+    def row(self) -> str:
+        """How its rows of a chip start, as in `rms_norm: bfloat16, hidden 4096: `."""
+        return f"{self.operation}: {self.configuration}: "
 
 
 REPRESENTATIVE = (
@@ -68,6 +77,11 @@ REPRESENTATIVE = (
     "add_rms_norm: bfloat16, hidden 8192: ",
     "silu_mul: bfloat16: ",
     "gelu_mul: bfloat16: ",
+    "rounded_rms_norm: bfloat16, float8_e4m3fn, hidden 4096: ",
+    "rounded_add_rms_norm: bfloat16, int8, hidden 8192: ",
+    "rounded_add_rms_norm: bfloat16, float8_e4m3fn, hidden 8192: ",
+    "rounded_gated: bfloat16, float8_e4m3fn, silu, intermediate 14336: ",
+    "round_rows: bfloat16, float8_e4m3fn, 4096: ",
     "rotate_and_write: bfloat16, head_dim 128, bfloat16 pages of 16: ",
     "rotate_and_write: bfloat16, head_dim 80, float8_e4m3fn pages of 16, head norms: ",
     "greedy: vocabulary 128256: ",
@@ -106,6 +120,7 @@ def shipped_kernels() -> list[ShippedKernel]:
         *_norms(),
         *_wide_weights(),
         *activations,
+        *_roundings(),
         *_rotations(),
         *samples,
         *_attention(),
@@ -164,6 +179,54 @@ def _activation(name: str, dtype: torch.dtype) -> ShippedKernel:
     activate = {"silu_mul": silu_mul, "gelu_mul": gelu_mul}[name]
     gate_up = _empty(dtype, _TOKENS, 2 * 14_336)
     return ShippedKernel(name, _name(dtype), lambda chip: activate(gate_up, chip.dependent_launches))
+
+
+def _roundings() -> Iterator[ShippedKernel]:
+    """Before products of int8 and of float8."""
+    for values, first in ((torch.int8, 80), (torch.float8_e4m3fn, 89)):
+        for dtype in (torch.bfloat16, torch.float16) if values == torch.int8 else (torch.bfloat16,):
+            for hidden in _HIDDEN_SIZES if dtype == torch.bfloat16 else (4096,):
+                yield from _rounded_norms(dtype, values, hidden, first)
+            for activation, sizes in ((Activation.SILU, (1536, 14_336)), (Activation.GELU_TANH, (14_336,))):
+                for size in sizes:
+                    yield _rounded_gate(dtype, values, activation, size, first)
+            for columns in (4096, 28_672):
+                yield _rounded_rows(dtype, values, columns, first)
+
+
+def _rounded_norms(dtype: torch.dtype, values: torch.dtype, hidden: int, first: int) -> Iterator[ShippedKernel]:
+    x, weight = _empty(dtype, _TOKENS, hidden), _empty(dtype, hidden)
+    words = f"{_name(dtype)}, {_name(values)}, hidden {hidden}"
+
+    def alone(chip: Chip) -> object:
+        return rounded_rms_norm(x, weight, 1e-6, values, chip.dependent_launches)
+
+    def after_sum(chip: Chip) -> object:
+        return rounded_add_rms_norm(x, x, weight, 1e-6, values, chip.dependent_launches)
+
+    yield ShippedKernel("rounded_rms_norm", words, alone, first)
+    yield ShippedKernel("rounded_add_rms_norm", words, after_sum, first)
+
+
+def _rounded_gate(
+    dtype: torch.dtype, values: torch.dtype, activation: Activation, size: int, first: int
+) -> ShippedKernel:
+    gate_up = _empty(dtype, _TOKENS, 2 * size)
+
+    def launch(chip: Chip) -> object:
+        return rounded_gated(gate_up, activation, values, chip.dependent_launches)
+
+    words = f"{_name(dtype)}, {_name(values)}, {activation.value}, intermediate {size}"
+    return ShippedKernel("rounded_gated", words, launch, first)
+
+
+def _rounded_rows(dtype: torch.dtype, values: torch.dtype, columns: int, first: int) -> ShippedKernel:
+    x = _empty(dtype, _TOKENS, columns)
+
+    def launch(chip: Chip) -> object:
+        return round_rows(x, values, chip.dependent_launches)
+
+    return ShippedKernel("round_rows", f"{_name(dtype)}, {_name(values)}, {columns}", launch, first)
 
 
 def _rotations() -> Iterator[ShippedKernel]:
@@ -380,7 +443,7 @@ def _scaled_product(dtype: torch.dtype, values: torch.dtype, rows: int, outputs:
 
 
 def _integer_products() -> Iterator[ShippedKernel]:
-    """With 1024 rows, the kernels around torch's product: one rounds, another one scales."""
+    """With 1024 rows, the kernel after torch's product, which scales."""
     for dtype in (torch.bfloat16, torch.float16):
         for rows in (16, 32, 64, 1024) if dtype == torch.bfloat16 else (16,):
             yield _integer_product(dtype, rows, 4096, False)
@@ -392,7 +455,7 @@ def _integer_product(dtype: torch.dtype, rows: int, outputs: int, has_bias: bool
     bias = _empty(dtype, outputs) if has_bias else None
 
     def launch(chip: Chip) -> object:
-        x, scales = _empty(dtype, rows, inputs), _empty(torch.float32, outputs)
+        x, scales = empty_rows(_empty(dtype, rows, inputs), inputs, torch.int8), _empty(torch.float32, outputs)
         return integer_product(x, _empty(torch.int8, outputs, inputs), scales, bias, chip)
 
     words = f"{_name(dtype)}, {rows} rows, {outputs} x {inputs}" + (", bias" if has_bias else "")

@@ -15,11 +15,15 @@ from helpers.small_configs import small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
+from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.quantization import INT8_ROWS
 from torch_backend.attention.fixed import ChunksOnly
 from torch_backend.attention.triton import TritonAttention
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.operations import TritonOperations
 from torch_backend.kv_pages import KVPages, LayerMemory
+from torch_backend.layers.matrix import ScaledMatrix
+from torch_backend.layers.scaled_products import integer_product_on
 from torch_backend.loading import PagedTransformer
 from torch_backend.models import build_model
 from torch_backend.packing import StepLayout
@@ -61,10 +65,16 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def launches_of(
-    monkeypatch: pytest.MonkeyPatch, layers: int, layout: StepLayout, *, fixed: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+    layout: StepLayout,
+    *,
+    fixed: bool = False,
+    encoding: Encoding | None = None,
 ) -> Counter[str]:
     """The launches of the captured part of a step, from the page-table deltas to the hidden states. Numbers of a tensor
-    on this device cannot be read on the host. With `fixed`, also those of logits."""
+    on this device cannot be read on the host. With `fixed`, also those of logits. `encoding`: of the matrices
+    of layers."""
     config = small_config(num_layers=layers, head_dim=64, num_heads=4, num_kv_heads=2)
     attention = TritonAttention(CHIP)
     model = build_model(
@@ -74,7 +84,11 @@ def launches_of(
         operations=TritonOperations(),
         attention=ChunksOnly(attention) if fixed else attention,
         fixed=fixed,
+        encodings=lambda name: None if name.layer is None else encoding,
     ).to(META)
+    for module in model.modules():
+        if isinstance(module, ScaledMatrix):
+            module.product = integer_product_on(META)
     if fixed:
         model.fix_rows(None)
     pages = [LayerMemory(KVPages.allocate(9, 2, PAGE_SIZE, 64, torch.bfloat16, META)) for _ in range(layers)]
@@ -110,6 +124,20 @@ def test_the_number_of_launches_of_a_layer(
     }
     # launched once per step: the batch, attention's plans, embeddings, rotary tables, the last norm
     assert sum(two.values()) - 2 * sum(layer.values()) <= (24 if layout.tokens == 0 else 36)
+
+
+def test_inputs_are_rounded_by_the_kernel_before_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values share one rounding, gate and up another. Only attention's output has its own kernel."""
+    monkeypatch.setattr(Chip, "of", lambda device: CHIP)
+    two, three = (launches_of(monkeypatch, layers, StepLayout.decode(8, 8), encoding=INT8_ROWS) for layers in (2, 3))
+    assert three - two == {
+        "multiply_tiles": 4,
+        "_add_rms_norm_kernel": 2,
+        "_rotate_and_write_kernel": 1,
+        "_rounded_gated_kernel": 1,
+        "round_row": 1,
+        "decode_splits": 1,
+    }
 
 
 @pytest.mark.parametrize("layout", [StepLayout.decode(8, 8), StepLayout.mixed(8, 4, 64, 8)], ids=["decode", "mixed"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
-from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
+from sglang_jax.architectures.kinds.feed_forward import Activation
+from torch_backend.kernels.gated_activation import gelu_mul, rounded_gated, silu_mul
+from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm, rounded_add_rms_norm, rounded_rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
+from torch_backend.kernels.rounding import round_rows
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Rotation
 from torch_backend.parallel import TensorParallel
+from torch_backend.rounded_rows import RoundedRows
 
 
 class TritonOperations:
@@ -48,3 +53,27 @@ class TritonOperations:
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
         return rotate_and_write(qkv, rotation, norms, kv, write_slots, self._dependent)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonRounding:
+    """Implements `torch_backend.rounded_rows.Rounding` with one kernel launch per call, except for gates of very long
+    rows. `values`: int8 or float8 (e4m3); `dependent`: see `Chip.dependent_launches`."""
+
+    values: torch.dtype
+    dependent: bool = False
+
+    def round(self, x: torch.Tensor) -> RoundedRows:
+        return round_rows(x.contiguous(), self.values, self.dependent)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> RoundedRows:
+        return rounded_rms_norm(x, weight, eps, self.values, self.dependent)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[RoundedRows, torch.Tensor]:
+        """See `Rounding`; writes the sum into `residual`."""
+        return rounded_add_rms_norm(x, residual, weight, eps, self.values, self.dependent)
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> RoundedRows:
+        return rounded_gated(gate_up, activation, self.values, self.dependent)

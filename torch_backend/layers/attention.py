@@ -15,6 +15,7 @@ from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.native_operations import divide_by_rms, normalise
 from torch_backend.operations import HeadNorms
+from torch_backend.rounded_rows import Rounding, Rows, rounding_for
 
 
 class Attention(Loadable):
@@ -49,13 +50,17 @@ class Attention(Loadable):
         self._parallel = options.parallel
         self._each = options.each
 
-    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return rounding_for(self.qkv, self.gate)
+
+    def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         own, kv = step.attention, memory.pages
         assert own is not None
         assert kv is not None
         qkv = self.qkv(x)
         queries = self._operations.rotate_and_write(qkv, own.rotation, self._norms(qkv), kv, own.write_slots)
-        attended = own.attention(queries, kv, self._attention_options()).view(x.shape[0], -1)
+        attended = own.attention(queries, kv, self._attention_options()).view(len(x), -1)
         if self.gate is not None:
             attended = (attended.float() * self._each(torch.sigmoid, self.gate(x).float())).to(x.dtype)
         output: torch.Tensor = self.output(attended)

@@ -25,6 +25,7 @@ from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.layers.row_tiles import RowTiles
+from torch_backend.rounded_rows import Rounding, Rows
 
 _MIN_SUM = 1e-20
 """Minimum of the sum by which scores are divided: sigmoids may all be 0."""
@@ -110,8 +111,14 @@ class Experts(Loadable):
     def _bias(self, name: str, shape: tuple[int, ...], *parts: Part, wanted: bool) -> nn.Parameter | None:
         return self.declare(name, shape, torch.float32, *parts, kind=ParameterKind.BIAS) if wanted else None
 
-    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    @property
+    def rounding(self) -> None:
+        """See `Reader`. The router reads plain numbers."""
+        return None
+
+    def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """See `LayerPart`. Padding chooses no expert."""
+        assert isinstance(x, torch.Tensor), "the router reads plain numbers"
         logits = self._route(x.float())
         choice = choose_experts(self.config, logits, self.correction, step.padding, self._each)
         if memory.expert_tokens is not None:
@@ -197,7 +204,7 @@ class SharedExpert(Loadable):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of float32 `[T, hidden]`."""
-        found: torch.Tensor = self.down(self._gated(self.gate_up(x))).float()
+        found: torch.Tensor = self.down(self._gated.rows_for(self.down.rounding, self.gate_up(x))).float()
         return found if self.router is None else found * self._each(torch.sigmoid, self._route(x.float()))
 
     def _route(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +226,13 @@ class _Gated:
     def __init__(self, activation: Activation, clamped: ClampedGate | None, options: PartOptions) -> None:
         operations, self._each = options.operations, options.each
         self._plain = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
-        self._clamped = clamped
+        self._clamped, self._activation = clamped, activation
+
+    def rows_for(self, rounding: Rounding | None, gate_up: torch.Tensor) -> Rows:
+        """The same as the matrices that read it want it."""
+        if rounding is None or self._clamped is not None:
+            return self(gate_up)
+        return rounding.gated(gate_up, self._activation)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         if self._clamped is None:

@@ -10,6 +10,7 @@ from sglang_jax.architectures.tensor_names import Part
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import GatedLinear, Linear
 from torch_backend.layers.part import LayerStep, PartOptions
+from torch_backend.rounded_rows import Rounding, Rows
 
 
 class FeedForward(nn.Module):
@@ -24,8 +25,12 @@ class FeedForward(nn.Module):
         # One rank has the bias: the sum over ranks adds it once.
         self.down = Linear(inner, (hidden_size,), (Part.DOWN,), options, bias=config.bias and shard.first)
 
-    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        output: torch.Tensor = self.down(self.gate_up(x))
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.gate_up.rounding
+
+    def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        output: torch.Tensor = self.down(self.gate_up.rows_for(self.down, x))
         return output
 
 
@@ -39,6 +44,10 @@ class SquaredRelu(nn.Module):
         self.up = Linear(hidden_size, (inner,), (Part.UP,), options, bias=config.bias)
         self.down = Linear(inner, (hidden_size,), (Part.DOWN,), options, bias=config.bias and shard.first)
 
-    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.up.rounding
+
+    def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         output: torch.Tensor = self.down(self.up(x).relu_().square_())
         return output

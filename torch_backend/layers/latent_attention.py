@@ -14,6 +14,7 @@ from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.layers.row_tiles import TILE_ROWS
 from torch_backend.native_operations import rotate
+from torch_backend.rounded_rows import Rounding, Rows, rounding_for
 
 
 class LatentAttention(Loadable):
@@ -49,12 +50,18 @@ class LatentAttention(Loadable):
         bias = config.out_bias and options.shard.first
         self.output = Linear(self._heads * config.value_dim, (hidden,), (Part.OUTPUT,), options, bias=bias)
 
-    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return rounding_for(self.down, self.query if self.query_latent_norm is None else None)
+
+    def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         own, kv, config = step.attention, memory.pages, self.config
         assert own is not None
         assert kv is not None
-        of_queries, latent, key = self.down(x).split(self._sizes, dim=-1)
-        of_queries = x if self.query_latent_norm is None else self.query_latent_norm(of_queries.contiguous())
+        query_latent, latent, key = self.down(x).split(self._sizes, dim=-1)
+        of_queries = x
+        if self.query_latent_norm is not None:
+            of_queries = self.query_latent_norm.rows_for(self.query.rounding, query_latent.contiguous())
         tokens, heads = len(x), self._heads
         plain, to_rotate = self.query(of_queries).split([heads * config.key_dim, heads * config.rotary_dim], dim=-1)
         together = torch.cat((to_rotate.reshape(tokens, heads, -1), key[:, None]), dim=1)

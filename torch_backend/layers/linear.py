@@ -14,9 +14,18 @@ from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.fixed_rows import FixedRows
 from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.layout import Layout
-from torch_backend.layers.matrix import JoinedMatrix, PlainMatrix, QuantisedMatrix, TwoFormMatrix, matrix_for
+from torch_backend.layers.matrix import (
+    JoinedMatrix,
+    PlainMatrix,
+    QuantisedMatrix,
+    ScaledMatrix,
+    TwoFormMatrix,
+    matrix_for,
+    multiply_rows,
+)
 from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.part import PartOptions
+from torch_backend.rounded_rows import Rounding, Rows
 
 
 class Linear(nn.Module):
@@ -30,8 +39,13 @@ class Linear(nn.Module):
         self.matrix = matrix_for(inputs, outputs, parts, options, bias=bias)
         self._product: Product = self.matrix.multiply
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x)
+    @property
+    def rounding(self) -> Rounding | None:
+        """See `Reader`. Known once the weights are loaded."""
+        return self.matrix.rounding if isinstance(self.matrix, ScaledMatrix) else None
+
+    def forward(self, x: Rows) -> torch.Tensor:
+        return self._product(x) if isinstance(x, torch.Tensor) else multiply_rows(self.matrix, x)
 
     def repack(self, layout: Layout, *, keep_plain: bool = False) -> None:
         """Moves a loaded weight of plain values to a layout, and releases it unless it is needed elsewhere."""
@@ -71,12 +85,23 @@ class GatedLinear(Linear):
         super().__init__(inputs, (outputs, outputs), parts, options, bias=bias)
         operations = options.operations
         self._activation = activation
+        gated = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
+        self._gated = gated
         if isinstance(self.matrix, QuantisedMatrix | Bfloat16Matrix):
             self._product = partial(self.matrix.multiply_gated, activation=activation)
         else:
-            gated = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
             # Not a method: a module that refers to itself can only be freed by the garbage collector.
             self._product = partial(_in_two_steps, self.matrix.multiply, gated)
+
+    def forward(self, x: Rows) -> torch.Tensor:
+        return self._product(x) if isinstance(x, torch.Tensor) else self._gated(multiply_rows(self.matrix, x))
+
+    def rows_for(self, reader: Linear, x: Rows) -> Rows:
+        """The same as `reader` wants it."""
+        if reader.rounding is None:
+            found: torch.Tensor = self(x)
+            return found
+        return reader.rounding.gated(multiply_rows(self.matrix, x), self._activation)
 
     def _repack(self, layout: Layout, matrix: PlainMatrix) -> Product:
         return layout.gated(matrix, self._activation)

@@ -21,7 +21,15 @@ from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
 from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
-from torch_backend.layers.scaled_products import VALUE_TYPES, PlainProduct, ScaledProduct, multiply_widened, product_for
+from torch_backend.layers.scaled_products import (
+    VALUE_TYPES,
+    PlainProduct,
+    RoundedProduct,
+    ScaledProduct,
+    multiply_widened,
+    product_for,
+)
+from torch_backend.rounded_rows import Rounding, Rows
 
 
 class PlainMatrix(Loadable):
@@ -67,13 +75,22 @@ class ScaledMatrix(Loadable):
         self.values = self.declare("values", (outputs, inputs), values, *parts, role=Role.VALUES)
         self.scales = self.declare("scales", (outputs,), torch.float32, *parts, role=Role.SCALES)
         self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=ParameterKind.BIAS) if bias else None
-        self.product: ScaledProduct = multiply_widened
+        self.product: ScaledProduct | RoundedProduct = multiply_widened
 
     def choose_product(self, device: torch.device, dtype: torch.dtype) -> None:
         """Chooses the fastest product on a device; before this, values are widened."""
         self.product = product_for(self.encoding, self.shape, device, dtype)
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        """See `Reader`."""
+        return self.product.rounding if isinstance(self.product, RoundedProduct) else None
+
+    def multiply(self, x: Rows) -> torch.Tensor:
+        """See `PlainMatrix.multiply`; `x`: plain numbers, or rounded by `rounding`."""
+        if isinstance(self.product, RoundedProduct):
+            return self.product(x, self.values, self.scales, self.bias)
+        assert isinstance(x, torch.Tensor), "the product takes plain numbers"
         return self.product(x, self.values, self.scales, self.bias)
 
 
@@ -211,6 +228,14 @@ class JoinedMatrix(nn.Module):
 
 
 AnyMatrix = OneMatrix | JoinedMatrix
+
+
+def multiply_rows(matrix: AnyMatrix, x: Rows) -> torch.Tensor:
+    """The product with rows that may be rounded, if the matrix wants them so."""
+    if isinstance(x, torch.Tensor):
+        return matrix.multiply(x)
+    assert isinstance(matrix, ScaledMatrix), "other matrices want plain numbers"
+    return matrix.multiply(x)
 
 
 def matrix_for(

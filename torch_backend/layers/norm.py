@@ -9,6 +9,7 @@ from sglang_jax.architectures.kinds.norm import NormConfig, NormKind
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.parameter import Loadable
 from torch_backend.operations import Operations
+from torch_backend.rounded_rows import Rounding, Rows
 
 
 class Norm(Loadable):
@@ -37,6 +38,24 @@ class Norm(Loadable):
             return self._operations.add_rms_norm(x, residual, self.weight, self.eps)
         residual = residual.add_(x)
         return self(residual), residual
+
+    def rows_for(self, rounding: Rounding | None, x: torch.Tensor) -> Rows:
+        """The norm as the matrices that read it want it."""
+        if rounding is None or self._kind is not NormKind.RMS:
+            found: torch.Tensor = self(x)
+            return found if rounding is None else rounding.round(found)
+        return rounding.rms_norm(x, self.weight, self.eps)
+
+    def add_for(
+        self, rounding: Rounding | None, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[Rows, torch.Tensor]:
+        """`add`, with the norm as the matrices that read it want it."""
+        if residual is None:
+            return self.rows_for(rounding, x), x
+        if rounding is None or self._kind is not NormKind.RMS:
+            normed, total = self.add(x, residual)
+            return normed if rounding is None else rounding.round(normed), total
+        return rounding.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 def add_without_norm(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

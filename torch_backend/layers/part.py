@@ -21,6 +21,7 @@ from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations, Rotation
 from torch_backend.parallel import TensorParallel
 from torch_backend.recurrent.interface import StepStates
+from torch_backend.rounded_rows import Reader, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,10 @@ class LayerStep:
         return (of == len(batch.kv_lens)) | (batch.kv_lens[of.clamp(max=len(batch.kv_lens) - 1)] == 0)
 
 
-class LayerPart(Protocol):
+class LayerPart(Reader, Protocol):
     """Attention, a recurrent layer, or a feed-forward layer."""
 
-    def __call__(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. Updates the layer's `memory`."""
+    def __call__(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """`[T, hidden]`, plain numbers or rounded by `rounding` → this rank's part of `[T, hidden]`, to be summed over
+        ranks. Updates the layer's `memory`."""
         ...

@@ -16,6 +16,7 @@ from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.native_operations import divide_by_rms
 from torch_backend.recurrent.interface import StepStates
 from torch_backend.recurrent.scan import ScanInputs
+from torch_backend.rounded_rows import Rounding, Rows
 
 _NORM_OF_KEYS = 1e-6
 
@@ -50,7 +51,11 @@ class ShortConv(Loadable):
         # One rank has the bias: the sum over ranks adds it once.
         self.output = Linear(inner, (hidden_size,), (Part.STATE_OUTPUT,), options, bias=bias and shard.first)
 
-    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.input.rounding
+
+    def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         before, after, inner = self.input(x).chunk(3, dim=-1)
         found = self.convolution(before * inner, memory.states[0], _states(step))
         output: torch.Tensor = self.output((after.float() * found).to(x.dtype))
@@ -76,7 +81,11 @@ class GatedDeltaNet(Loadable):
         self.config = config
         self._each = options.each
 
-    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.input.rounding
+
+    def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         config, tokens = self.config, len(x)
         found, gate, rates, steps = torch.split(self.input(x), self._sizes, dim=-1)
         found = self._each(_silu, self.convolution(found, memory.states[0], _states(step)))
@@ -119,7 +128,11 @@ class Mamba2(Loadable):
         self._parallel = options.parallel
         self._each = options.each
 
-    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.input.rounding
+
+    def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         config, tokens = self.config, len(x)
         gate, found, steps = torch.split(self.input(x), self._sizes, dim=-1)
         found = self._each(_silu, self.convolution(found, memory.states[0], _states(step)))

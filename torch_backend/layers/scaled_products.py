@@ -1,16 +1,19 @@
-"""Products with 8-bit matrices that have a scale per row."""
+"""Products with 8-bit matrices that have a scale per row. Some want inputs of 8 bits, and say how these are rounded, so
+that the operation before a product can do it."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
+from torch_backend.rounded_rows import RoundedRows, Rounding, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,22 @@ PlainProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch
 FixedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 """Either, without scales for values of the dtype of x."""
 
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+@dataclass(frozen=True, slots=True)
+class RoundedProduct:
+    """A product of rows that are rounded by `rounding`; plain numbers are rounded first."""
+
+    rounding: Rounding
+    multiply: Callable[[RoundedRows, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+    def __call__(
+        self, x: Rows, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `ScaledProduct`."""
+        rounded = x if isinstance(x, RoundedRows) else self.rounding.round(x)
+        return self.multiply(rounded, values, scales, bias)
+
+
 _MIN_CAPABILITY = (8, 9)
 """Minimum capability of a GPU that multiplies float8: Ada."""
 
@@ -53,14 +71,13 @@ def multiply_widened(
 
 
 def multiply_float8(
-    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+    x: RoundedRows, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiplies bfloat16 `x`, rounded to float8 with a scale per token."""
-    rounded, of_tokens = _rounded(x)
+    """Multiplies bfloat16 rows that were rounded to float8."""
     product = functional.scaled_mm(
-        rounded,
+        x.values,
         values.t(),
-        scale_a=of_tokens,
+        scale_a=x.scales[:, None],
         scale_recipe_a=ScalingType.RowWise,
         scale_b=scales[None],
         scale_recipe_b=ScalingType.RowWise,
@@ -69,14 +86,9 @@ def multiply_float8(
     return product if bias is None else product + bias
 
 
-def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds to float8 `[T, inputs]`, with float32 scales `[T, 1]`: each token's largest magnitude over float8's."""
-    wide = x.float()
-    scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-    return (wide / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
-
-
-def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ScaledProduct:
+def product_for(
+    encoding: Encoding, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> ScaledProduct | RoundedProduct:
     """Chooses the fastest product of a matrix on a device, and logs it. On a GPU: 8 bits with 8 bits if checkpoint and
     GPU allow; else a kernel that widens values in registers. On a CPU, and for float32, values are widened."""
     if device.type == "cuda" and dtype != torch.float32:
@@ -85,7 +97,7 @@ def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device
             fits = dtype == torch.bfloat16 and all(side % _MULTIPLE == 0 for side in shape)
             if fits and float8_works(device):
                 _log_product(encoding.values, "as float8, by torch's scaled_mm; inputs are rounded to float8")
-                return multiply_float8
+                return float8_product_on(device)
         elif rounds and all(side % _MULTIPLE_OF_INTEGERS == 0 for side in shape) and integers_work(device, dtype):
             _log_product(encoding.values, "as int8, by a kernel or torch's _int_mm; inputs are rounded to int8")
             return integer_product_on(device)
@@ -98,7 +110,7 @@ def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device
 
 def fixed_product_for(
     encoding: Encoding, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
-) -> ScaledProduct:
+) -> ScaledProduct | RoundedProduct:
     """As `product_for` on a GPU, but a row's result does not depend on the number of rows: exact products of integers,
     or a kernel with one tile that widens values."""
     rounds = encoding.activations is not ActivationScales.NONE and encoding.values is ValueType.INT8
@@ -153,7 +165,12 @@ def kernel_product_on(device: torch.device) -> ScaledProduct:
     return multiply
 
 
-def integer_product_on(device: torch.device) -> ScaledProduct:
+def float8_product_on(device: torch.device) -> RoundedProduct:
+    """The product of float8 with inputs rounded to float8, with a scale per token."""
+    return RoundedProduct(_rounding_on(device, torch.float8_e4m3fn), multiply_float8)
+
+
+def integer_product_on(device: torch.device) -> RoundedProduct:
     """The product of int8 with inputs rounded to int8, with a scale per token."""
     # Imported here, because a machine without a GPU needs no Triton.
     from torch_backend.kernels.chip import Chip
@@ -162,11 +179,19 @@ def integer_product_on(device: torch.device) -> ScaledProduct:
     chip = Chip.of(device)
 
     def multiply(
-        x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+        x: RoundedRows, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return integer_product(x.contiguous(), values, scales, bias, chip)
+        return integer_product(x, values, scales, bias, chip)
 
-    return multiply
+    return RoundedProduct(_rounding_on(device, torch.int8), multiply)
+
+
+def _rounding_on(device: torch.device, values: torch.dtype) -> Rounding:
+    # Imported here, because a machine without a GPU needs no Triton.
+    from torch_backend.kernels.chip import Chip
+    from torch_backend.kernels.operations import TritonRounding
+
+    return TritonRounding(values, Chip.of(device).dependent_launches)
 
 
 @functools.cache
@@ -193,7 +218,7 @@ def integers_work(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _works(
-    product_on: Callable[[torch.device], ScaledProduct],
+    product_on: Callable[[torch.device], ScaledProduct | RoundedProduct],
     device: torch.device,
     x: torch.Tensor,
     meant: torch.Tensor,
@@ -234,21 +259,12 @@ def _near(found: torch.Tensor, exact: torch.Tensor) -> bool:
 
 @functools.cache
 def float8_works(device: torch.device) -> bool:
-    """Whether a GPU's float8 products with scales of rows are correct: tested on a small one; a failure is logged."""
+    """Whether a GPU's products of float8 with float8 are correct: tested on small products; a failure is logged."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((17, 64), generator=generator).to(torch.bfloat16)
-    values = (8 * torch.randn((48, 64), generator=generator)).to(torch.float8_e4m3fn)
-    scales = torch.rand(48, generator=generator)
-    rounded, of_tokens = _rounded(x)
-    exact = functional.linear(rounded.double() * of_tokens, values.double() * scales[:, None].double())
-    try:
-        found = multiply_float8(x.to(device), values.to(device), scales.to(device), None).cpu()
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        logger.warning("torch %s cannot multiply matrices of float8: %s", torch.__version__, error)
-        return False
-    if not _near(found, exact):
-        logger.warning("torch %s computes wrong products of float8", torch.__version__)
-        return False
-    return True
+    x = torch.randn((max(ROWS_TRIED), 1200), generator=generator).to(torch.bfloat16)
+    stored = (30 * torch.randn((80, 1200), generator=generator)).to(torch.float8_e4m3fn)
+    of_tokens = x.float().abs().amax(-1, keepdim=True) / torch.finfo(stored.dtype).max
+    rounded = (x.float() / of_tokens).to(stored.dtype).double() * of_tokens.double()
+    return _works(float8_product_on, device, x, rounded, stored, "The product of float8 with float8")

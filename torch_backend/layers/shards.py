@@ -17,6 +17,7 @@ from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerPart, LayerStep
 from torch_backend.layers.shard import ModelShard
 from torch_backend.parallel import TensorParallel
+from torch_backend.rounded_rows import Rounding, Rows, rounding_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,14 @@ class PartInShards(nn.Module):
 
     def __init__(self, parts: Sequence[LayerPart], shards: Sequence[ModelShard]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(of_shard(part, shard) for part, shard in zip(parts, shards, strict=True))
+        self.parts = tuple(parts)
+        self.modules_of_parts = nn.ModuleList(of_shard(part, shard) for part, shard in zip(parts, shards, strict=True))
 
-    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    @property
+    def rounding(self) -> Rounding | None:
+        return rounding_for(*self.parts)
+
+    def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         return torch.stack([part(x, step, own) for part, own in zip(self.parts, memory.shards, strict=True)])
 
 

@@ -15,6 +15,7 @@ from torch_backend.layers.norm import Norm, add_without_norm
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerPart, LayerStep, PartOptions
 from torch_backend.layers.shards import OneShard, PartInShards
+from torch_backend.rounded_rows import Rounding, Rows, rounding_for
 
 
 class DecoderLayer(Loadable):
@@ -59,20 +60,26 @@ class DecoderLayer(Loadable):
         """`x` `[T, hidden]` is the output of the layer below, which is not in the residual stream `[T, hidden]` yet;
         before the first layer, there is no stream. Returns the same of this layer."""
         if self.config.mixer is None:
-            x, residual = _add(self.feed_forward_norm, x, residual)
-            return self._with_scale(self._feed_forward(x, step, memory), residual)
-        x, residual = _add(self.attention_norm, x, residual)
-        attended = self._mix(x, step, memory)
+            rows, residual = self._to_feed_forward(x, residual)
+            return self._with_scale(self._feed_forward(rows, step, memory), residual)
+        beside = self.feed_forward if self.config.parallel else None
+        rounding = rounding_for(self.attention, self.recurrent, beside)
+        rows, residual = _add(self.attention_norm, rounding, x, residual)
+        attended = self._mix(rows, step, memory)
         if self.feed_forward is None:
             x = self._to_residual(self.attention_post_norm, attended)
         elif self.config.parallel:
-            x = self._to_residual(None, attended + self.feed_forward(x, step, memory))
+            x = self._to_residual(None, attended + self.feed_forward(rows, step, memory))
         else:
-            x, residual = _add(self.feed_forward_norm, self._to_residual(self.attention_post_norm, attended), residual)
-            x = self._feed_forward(x, step, memory)
+            rows, residual = self._to_feed_forward(self._to_residual(self.attention_post_norm, attended), residual)
+            x = self._feed_forward(rows, step, memory)
         return self._with_scale(x, residual)
 
-    def _feed_forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    def _to_feed_forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Rows, torch.Tensor]:
+        """See `_add`."""
+        return _add(self.feed_forward_norm, rounding_for(self.feed_forward), x, residual)
+
+    def _feed_forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         assert self.feed_forward is not None
         return self._to_residual(self.feed_forward_post_norm, self.feed_forward(x, step, memory))
 
@@ -80,7 +87,7 @@ class DecoderLayer(Loadable):
         """Both multiplied by the layer's scale, if it has one."""
         return (x, residual) if self.scale is None else (x * self.scale, residual * self.scale)
 
-    def _mix(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+    def _mix(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """The sum of the mixers' outputs. Writes their pages and states into `memory`."""
         parts = [part for part in (self.attention, self.recurrent) if part is not None]
         found: torch.Tensor = parts[0](x, step, memory)
@@ -97,6 +104,8 @@ class DecoderLayer(Loadable):
         return x if multiplier == 1.0 else x * multiplier
 
 
-def _add(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds `x` to the residual stream. Returns the input of the next block, and the sum."""
-    return add_without_norm(x, residual) if norm is None else norm.add(x, residual)
+def _add(
+    norm: Norm | None, rounding: Rounding | None, x: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[Rows, torch.Tensor]:
+    """Adds `x` to the residual stream. Returns the input of the next block, as it wants it, and the sum."""
+    return add_without_norm(x, residual) if norm is None else norm.add_for(rounding, x, residual)
