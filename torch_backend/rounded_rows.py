@@ -22,6 +22,12 @@ class RoundedRows:
     def __len__(self) -> int:
         return len(self.scales)
 
+    def take(self, places: torch.Tensor) -> RoundedRows:
+        """The rows at `places [M]`, without room for others."""
+        # As bytes, because few devices index float8.
+        values = self.values.view(torch.uint8)[places].view(self.values.dtype)
+        return RoundedRows(values, self.scales[places], self.dtype)
+
 
 Rows = torch.Tensor | RoundedRows
 """Rows `[T, n]`, as a product wants them."""

@@ -26,7 +26,7 @@ from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend import host_memory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
-from torch_backend.layers.expert_matrices import Bfloat16Experts, BlockExperts, GroupedExperts
+from torch_backend.layers.expert_matrices import Bfloat16Experts, BlockExperts, GroupedExperts, ScaledExperts
 from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, ScaledMatrix, TwoFormMatrix
@@ -80,6 +80,8 @@ def load_weights(
     for module in model.modules():
         if isinstance(module, ScaledMatrix):
             module.choose_product(model.device, model.dtype)
+        if isinstance(module, ScaledExperts) and not model.fixed:
+            module.choose_product(model.device)
         if isinstance(module, QuantisedMatrix | GroupedMatrix | BlockExperts | GroupedExperts):
             module.pack()
             freed.add(sum(each.nbytes for each in module.parameters()))

@@ -1,11 +1,12 @@
 """Layers with experts on the device against the same layers on the host in float32, and whether the choices of other
-tokens change a bit of a token's output."""
+tokens change a bit of a token's output; and torch's product of experts in float8 against float64."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+from torch.nn import functional
 
 from gpu.bench import Bench, Row, Table
 from gpu.checks import Comparison, short
@@ -13,6 +14,7 @@ from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, E
 from sglang_jax.architectures.parallelism import ONE_DEVICE
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.expert_products import SortedRows, float8_product_on, float8_works
 from torch_backend.layers.experts import Experts
 from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.layers.shard import ModelShard
@@ -21,6 +23,9 @@ from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE
 
 _PADDING = 2
+_SIZES = ((3, 0, 1, 12), (1, 0, 0, 0), (0, 300, 2, 700))
+"""Rows of each expert."""
+
 _SHARD = ModelShard(rank=0, over=ONE_DEVICE, vocabulary=range(1), vocabulary_rows=1)
 
 
@@ -33,6 +38,26 @@ def run(bench: Bench) -> Iterator[Table]:
                 for tokens in (5,) if bench.small else (3, 64, 1000):
                     rows += _layer(bench, dtype, hidden, inner, tokens, biases=biases)
     yield Table(f"experts ({bench.kernels.name}) against float32", rows)
+    if bench.on_gpu and bench.kernels.name == "triton" and float8_works(bench.device):
+        yield Table("experts in float8 against float64", [row for sizes in _SIZES for row in float8_rows(bench, sizes)])
+
+
+def float8_rows(bench: Bench, sizes: tuple[int, ...]) -> Iterator[Row]:
+    """Errors for experts that have `sizes` rows."""
+    for outputs, inputs in ((80, 208),) if bench.small else ((1536, 2048), (80, 208)):
+        values = (100 * bench.normal(len(sizes), outputs, inputs)).to(torch.float8_e4m3fn)
+        scales = (1.0 + torch.arange(values[..., 0].numel(), device=bench.device) % 7).view(len(sizes), outputs)
+        x = bench.normal(sum(sizes), inputs, dtype=torch.bfloat16)
+        of_experts = torch.tensor(sizes, dtype=torch.int32, device=bench.device)
+        chosen = torch.arange(len(sizes), device=bench.device).repeat_interleave(of_experts.long())
+        product = float8_product_on(bench.device)
+        found = product(x, values, scales, SortedRows(chosen, of_experts))
+        rounded = product.rounding.round(x)
+        meant = rounded.values.double() * rounded.scales[:, None].double()
+        matrices = values.double() * scales[..., None].double()
+        parts = zip(meant.split(sizes), matrices, strict=True)
+        expected = torch.cat([functional.linear(own, matrix) for own, matrix in parts])
+        yield Comparison.of(found, expected, x.dtype).row("experts: float8", f"{sizes} x {inputs} x {outputs}")
 
 
 def _layer(bench: Bench, dtype: torch.dtype, hidden: int, inner: int, tokens: int, *, biases: bool) -> Iterator[Row]:

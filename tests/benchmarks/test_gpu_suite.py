@@ -16,11 +16,13 @@ from typing import Any
 import helpers.triton_interpreter  # noqa: F401 - kernels in this process are interpreted
 import pytest
 import torch
+from helpers.scaled_grouped_mm import scaled_grouped_mm
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from torch_backend.attention.interface import AttentionOptions, StepAttention
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch
+from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.operations import TritonRounding
 from torch_backend.kv_pages import KVPages
 from torch_backend.native_operations import NativeOperations
@@ -217,6 +219,21 @@ def test_a_wrong_product_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) ->
             else:
                 assert not any(row["ok"] for row in rows if "itself" in row["what"])
                 assert any("itself" in row["what"] for row in rows) is (product.alike > 0)
+
+
+def test_a_wrong_product_of_experts_in_float8_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's is replaced by an oracle, here with the scales of the next output."""
+    module = load("check_experts")
+    bench = load("bench").Bench(CPU, small=True, kernels_name="triton")
+    monkeypatch.setattr(Chip, "of", lambda device: bench.chip)
+
+    def shifted(mat_a: Any, mat_b: Any, *, scale_b: Any, **given: Any) -> torch.Tensor:
+        return scaled_grouped_mm(mat_a, mat_b, scale_b=scale_b.roll(1, 1), **given)
+
+    for product in (scaled_grouped_mm, shifted):
+        monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", product)
+        for row in module.float8_rows(bench, (3, 0, 1, 12)):
+            assert row["ok"] is (product is scaled_grouped_mm)
 
 
 def test_a_wrong_product_in_groups_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_paged_model import TorchPagedModel
+from helpers.triton_norms import TritonNorms
 
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantization
 from torch_backend.kernels.chip import Chip
-from torch_backend.kernels.operations import TritonOperations, TritonRounding
+from torch_backend.kernels.operations import TritonRounding
 from torch_backend.layers import matrix
 from torch_backend.layers.matrix import ScaledMatrix
 from torch_backend.layers.scaled_products import float8_product_on, integer_product_on
-from torch_backend.native_operations import NativeOperations
 from torch_backend.rounded_rows import rounding_for
 
 assert helpers.triton_interpreter
@@ -48,15 +48,6 @@ def test_rows_are_rounded_before_they_are_read_if_all_readers_agree() -> None:
     assert rounding_for(plain, int8) is None
 
 
-class Norms(NativeOperations):
-    """Triton's norms and gates; its kernel that rotates has no heads as small as those of tiny models."""
-
-    def __init__(self) -> None:
-        triton = TritonOperations()
-        self.rms_norm, self.add_rms_norm = triton.rms_norm, triton.add_rms_norm  # type: ignore[method-assign]
-        self.silu_mul, self.gelu_mul = triton.silu_mul, triton.gelu_mul  # type: ignore[method-assign]
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel has rounded. Models have Triton's norms and gates, as if on an H100."""
@@ -74,7 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("round", "rms_norm", "add_rms_norm", "gated"):
         monkeypatch.setattr(TritonRounding, name, counted(name))
     monkeypatch.setattr(Chip, "of", lambda device: Chip(90, 132))
-    monkeypatch.setattr(helpers.torch_paged_model, "NativeOperations", Norms)
+    monkeypatch.setattr(helpers.torch_paged_model, "NativeOperations", TritonNorms)
     return found
 
 

@@ -17,10 +17,18 @@ from sglang_jax.checkpoint.reader import Role
 from torch_backend.kernels.group_layout import GroupedWeights
 from torch_backend.layers.bfloat16 import Bfloat16Products
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
-from torch_backend.layers.expert_products import ExpertProduct, SortedRows, pack_experts, product_for
+from torch_backend.layers.expert_products import (
+    ExpertProduct,
+    RoundedExpertProduct,
+    SortedRows,
+    pack_experts,
+    product_for,
+    scaled_product_for,
+)
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES
+from torch_backend.rounded_rows import Rounding, Rows
 
 _MIN_CAPABILITY = 8
 """Minimum capability of a GPU for `grouped_mm`: Ampere."""
@@ -58,10 +66,19 @@ class ExpertMatrices(Loadable, ABC):
         rows_fit = all(side % _EIGHT == 0 for side in self.shape[1:])
         return rows_fit and torch.cuda.get_device_capability(device)[0] >= _MIN_CAPABILITY
 
-    def multiply_sorted(self, x: torch.Tensor, rows: SortedRows) -> torch.Tensor:
-        """Multiplies rows `[M, inputs]` by the matrices of their experts: `[M, outputs]`, with the biases added.
-        Outputs of padding are undefined."""
+    @property
+    def rounding(self) -> Rounding | None:
+        """See `Reader`; of `multiply_sorted`."""
+        return None
+
+    def multiply_sorted(self, x: Rows, rows: SortedRows) -> torch.Tensor:
+        """Multiplies rows `[M, inputs]`, plain numbers or rounded by `rounding`, by the matrices of their experts: `[M,
+        outputs]`, with the biases added. Outputs of padding are undefined."""
+        assert isinstance(x, torch.Tensor), "the product takes plain numbers"
         found = functional.grouped_mm(x, self.widened().transpose(1, 2), offs=rows.ends)
+        return self._with_bias(found, rows)
+
+    def _with_bias(self, found: torch.Tensor, rows: SortedRows) -> torch.Tensor:
         return found if self.bias is None else found + self.bias[rows.existing]
 
     def _bias_of(self, expert: int) -> torch.Tensor | None:
@@ -83,7 +100,7 @@ class PlainExperts(ExpertMatrices):
 
 
 class ScaledExperts(ExpertMatrices):
-    """8-bit values, and a float32 scale per row. They are widened in each product."""
+    """8-bit values, and a float32 scale per row. They are widened in each product, unless there is one of float8."""
 
     def __init__(
         self,
@@ -95,8 +112,14 @@ class ScaledExperts(ExpertMatrices):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(shape, parts, bias=bias, dtype=dtype)
+        self.encoding = encoding
         self.values = self.declare("values", shape, VALUE_TYPES[encoding.value_type], *parts, role=Role.VALUES)
         self.scales = self.declare("scales", shape[:2], torch.float32, *parts, role=Role.SCALES)
+        self._product: RoundedExpertProduct | None = None
+
+    def choose_product(self, device: torch.device) -> None:
+        """Chooses the fastest product on a device; before this, values are widened."""
+        self._product = scaled_product_for(self.encoding, self.shape, device, self.dtype)
 
     def of(self, expert: int) -> RowProduct:
         weight = self._widen(self.values[expert], self.scales[expert])
@@ -104,6 +127,18 @@ class ScaledExperts(ExpertMatrices):
 
     def widened(self) -> torch.Tensor:
         return self._widen(self.values, self.scales)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        return None if self._product is None else self._product.rounding
+
+    def multiplies_sorted(self, device: torch.device) -> bool:
+        return self._product is not None or super().multiplies_sorted(device)
+
+    def multiply_sorted(self, x: Rows, rows: SortedRows) -> torch.Tensor:
+        if self._product is None:
+            return super().multiply_sorted(x, rows)
+        return self._with_bias(self._product(x, self.values, self.scales, rows), rows)
 
     def _widen(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return (values.float() * scales[..., None]).to(self.dtype)
@@ -208,10 +243,11 @@ class GroupedExperts(ExpertMatrices):
     def multiplies_sorted(self, device: torch.device) -> bool:
         return self._product is not None or super().multiplies_sorted(device)
 
-    def multiply_sorted(self, x: torch.Tensor, rows: SortedRows) -> torch.Tensor:
+    def multiply_sorted(self, x: Rows, rows: SortedRows) -> torch.Tensor:
         if self._product is None:
             return super().multiply_sorted(x, rows)
         assert self._weights is not None
+        assert isinstance(x, torch.Tensor), "the product takes plain numbers"
         return self._product(x, self._weights, self.bias, rows)
 
 

@@ -61,7 +61,7 @@ class ExpertChoice:
         return sizes.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:-1]
 
 
-Multiply = Callable[[torch.Tensor, SortedRows], torch.Tensor]
+Multiply = Callable[[Rows, SortedRows], torch.Tensor]
 """Maps rows `[M, hidden]` sorted by expert to outputs `[M, hidden]`."""
 
 
@@ -125,7 +125,9 @@ class Experts(Loadable):
             memory.expert_tokens.add_(choice.tokens_of(len(self.router)))
         choice = choice.among(self._own)
         if all(each.multiplies_sorted(x.device) for each in (self.gate_up, self.down)):
-            found = self._sorted(x, choice, self._grouped)
+            rounding = self.gate_up.rounding
+            # A token is rounded once for all of its experts.
+            found = self._sorted(x if rounding is None else rounding.round(x), choice, self._grouped)
         elif x.device.type == "cpu":
             found = self._sorted(x, choice, self._one_by_one)
         else:
@@ -134,12 +136,14 @@ class Experts(Loadable):
             found = found + self.shared(x)
         return found.to(x.dtype)
 
-    def _sorted(self, x: torch.Tensor, choice: ExpertChoice, multiply: Multiply) -> torch.Tensor:
+    def _sorted(self, x: Rows, choice: ExpertChoice, multiply: Multiply) -> torch.Tensor:
         """Returns float32 `[T, hidden]`; `multiply` computes rows sorted by expert. Sums are in the order of
         `choice`."""
         tokens, chosen = choice.experts.shape
         experts, order = choice.experts.reshape(-1).sort(stable=True)
-        found = multiply(x[order // chosen], SortedRows(experts, choice.tokens_of(len(self._own))))
+        places = order // chosen
+        rows = x[places] if isinstance(x, torch.Tensor) else x.take(places)
+        found = multiply(rows, SortedRows(experts, choice.tokens_of(len(self._own))))
         outputs = torch.empty_like(found)
         outputs[order] = found
         scores = choice.scores[..., None]
@@ -147,10 +151,11 @@ class Experts(Loadable):
         # Outputs of padding are undefined.
         return torch.where(scores != 0, weighted, 0.0).sum(1)
 
-    def _one_by_one(self, x: torch.Tensor, of_experts: SortedRows) -> torch.Tensor:
+    def _one_by_one(self, x: Rows, of_experts: SortedRows) -> torch.Tensor:
         """Computes the rows of one expert after the other: at once, if no row's product depends on their number.
         Otherwise in tiles with the same number of rows for any choice, so that each chosen expert is read once per
         tile. The last rows of a tile may belong to the next expert, whose own tile then overwrites them."""
+        assert isinstance(x, torch.Tensor), "products one by one take plain numbers"
         rows = len(x)
         any_rows = self.gate_up.any_rows and self.down.any_rows
         tile = 0 if any_rows else self._tile or _tile_of(rows / len(self._own))
@@ -167,9 +172,10 @@ class Experts(Loadable):
             first += size
         return outputs[:rows]
 
-    def _grouped(self, x: torch.Tensor, of_experts: SortedRows) -> torch.Tensor:
+    def _grouped(self, x: Rows, of_experts: SortedRows) -> torch.Tensor:
         """Computes all experts in two products, without reading on the host which rows each has."""
-        return self.down.multiply_sorted(self._gated(self.gate_up.multiply_sorted(x, of_experts)), of_experts)
+        inner = self._gated.rows_for(self.down.rounding, self.gate_up.multiply_sorted(x, of_experts))
+        return self.down.multiply_sorted(inner, of_experts)
 
     def _by_all(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """Computes every token with every expert, and gives those that it did not choose weight 0."""

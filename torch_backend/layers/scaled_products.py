@@ -167,7 +167,7 @@ def kernel_product_on(device: torch.device) -> ScaledProduct:
 
 def float8_product_on(device: torch.device) -> RoundedProduct:
     """The product of float8 with inputs rounded to float8, with a scale per token."""
-    return RoundedProduct(_rounding_on(device, torch.float8_e4m3fn), multiply_float8)
+    return RoundedProduct(float8_rounding_on(device), multiply_float8)
 
 
 def integer_product_on(device: torch.device) -> RoundedProduct:
@@ -184,6 +184,11 @@ def integer_product_on(device: torch.device) -> RoundedProduct:
         return integer_product(x, values, scales, bias, chip)
 
     return RoundedProduct(_rounding_on(device, torch.int8), multiply)
+
+
+def float8_rounding_on(device: torch.device) -> Rounding:
+    """Rounds rows to float8, by Triton's kernels."""
+    return _rounding_on(device, torch.float8_e4m3fn)
 
 
 def _rounding_on(device: torch.device, values: torch.dtype) -> Rounding:
