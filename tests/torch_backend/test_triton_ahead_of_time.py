@@ -65,6 +65,14 @@ def test_no_kernel_spills_registers(chip: int) -> None:
     assert [name for name, figures in rows.items() if figures.stack_bytes] == []
 
 
+@pytest.mark.parametrize("chip", SHARED_MEMORY)
+def test_kernels_that_round_spill_on_no_chip(chip: int) -> None:
+    """float8 from the first chip on that has it."""
+    rows = {name: row for name, row in rows_of(RECORDED, f"sm_{chip} ").items() if "round" in name.split(":")[0]}
+    assert {"float8_e4m3fn" in name for name in rows} == ({False} if chip == 80 else {False, True})
+    assert [name for name, figures in rows.items() if figures.stack_bytes] == []
+
+
 @pytest.mark.parametrize(("chip", "limit"), SHARED_MEMORY.items())
 def test_shared_memory_is_within_the_chip(chip: int, limit: int) -> None:
     rows = rows_of(RECORDED, f"sm_{chip} ")
