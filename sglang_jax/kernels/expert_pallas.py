@@ -34,6 +34,9 @@ LEAST_ROWS, _MOST_ROWS = 16, 128
 """Rows of a tile: at least those of bfloat16 in a tile of vector memory, at most those that a TPU multiplies while it
 reads weights."""
 
+_MORE = 1.25
+"""Room in a tile for experts with more rows than the average: two tiles take the matrix units twice as long."""
+
 _TOGETHER = 8
 """Rows that are copied or added together: their loads do not wait for their stores."""
 
@@ -89,7 +92,7 @@ class SortedTiles:
 
 def rows_of_expert(average: float) -> int:
     """Rows of a tile: a power of two, for the average rows of an expert."""
-    return min(_MOST_ROWS, max(LEAST_ROWS, 1 << max(math.ceil(average) - 1, 0).bit_length()))
+    return min(_MOST_ROWS, max(LEAST_ROWS, 1 << max(math.ceil(_MORE * average) - 1, 0).bit_length()))
 
 
 @dataclass(frozen=True, slots=True)
