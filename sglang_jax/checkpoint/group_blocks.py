@@ -6,7 +6,7 @@ join them to such blocks, so that one array has a whole matrix, as in GGUF files
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -154,6 +154,20 @@ class GroupType:
         scales = np.ascontiguousarray(blocks[..., self.scale_places]).view(self.scales.dtype)[..., 0]
         zeros = np.ascontiguousarray(blocks[..., -1]).view(self.levels.dtype) if self.zeros else None
         return np.ascontiguousarray(levels).view(self.levels.dtype), scales, zeros
+
+    def for_inputs(self, inputs: int) -> GroupType | None:
+        """The same groups, or smaller ones that divide a part of `inputs` weights of a row; None if none do."""
+        size = group_size(inputs, self.weights)
+        return None if size is None else replace(self, weights=size)
+
+    def divided(self, blocks: Array, weights: int) -> Array:
+        """Blocks `[..., groups, nbytes]` as smaller ones, of `weights` values, which repeat the scales and zeros:
+        `[..., groups * self.weights / weights, ...]`."""
+        levels, scales, zeros = self.split(blocks.reshape(-1, *blocks.shape[-2:]))
+        times, smaller = self.weights // weights, replace(self, weights=weights)
+        repeated = None if zeros is None else zeros.repeat(times, 1)
+        found = smaller.join(levels.reshape(len(levels), -1), scales.repeat(times, 1), repeated)
+        return found.reshape(*blocks.shape[:-2], *found.shape[1:])
 
     def unpack(self, blocks: Array) -> Unpacked:
         """See `Unpacked`; scales and offsets are float32."""

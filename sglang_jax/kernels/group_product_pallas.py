@@ -37,6 +37,8 @@ ROWS_AT_ONCE = 256
 _COLUMNS, _COLUMNS_OF_MANY_ROWS = 512, 1024
 _WIDTHS = (1024, 768, 512, 384, 256, 128)
 """Columns of a program of experts."""
+_FEW_INPUTS, _WIDTHS_OF_FEW = 128, (3584, 2048)
+"""With so few inputs, a program of 1,024 columns mostly starts and ends."""
 _COLUMNS_OF_A_START = 32
 """As many columns take the time in which a program of experts starts and ends."""
 _FEW_OUTPUTS, _COLUMNS_OF_FEW = 2048, 256
@@ -182,8 +184,9 @@ def stored_bits(array: jax.Array) -> int:
 def columns_of(rows: int, weights: GroupedWeights) -> int | None:
     """Columns of one of many programs that multiply up to `ROWS` rows: of the numbers that fit into vector memory, the
     one that takes the least time; None if none fits."""
-    outputs, room = weights.levels.shape[1], _room()
-    fitting = [width for width in _WIDTHS if _Plan(rows, width, many=False).vmem_bytes(weights) <= room]
+    (inputs, outputs), room = weights.levels.shape, _room()
+    widths = _WIDTHS if inputs > _FEW_INPUTS else (*_WIDTHS_OF_FEW, *_WIDTHS)
+    fitting = [width for width in widths if _Plan(rows, width, many=False).vmem_bytes(weights) <= room]
     if not fitting:
         return None
     return min(outputs, min(fitting, key=lambda width: pl.cdiv(outputs, width) * (width + _COLUMNS_OF_A_START)))

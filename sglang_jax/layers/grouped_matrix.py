@@ -18,7 +18,7 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, groups_of
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.kernels.expert_groups_pallas import filled_up
+from sglang_jax.kernels.expert_groups_pallas import filled_up, folded, folds_of
 from sglang_jax.kernels.group_product_pallas import GroupedWeights, fits, multiply_in_groups
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import MESH_AXIS, TENSOR, automatic_mesh, partition_spec
@@ -40,15 +40,17 @@ class GroupProduct:
     def serves_all_rows(self) -> bool:
         return True
 
-    def serves(self, inputs: Sizes) -> bool:
-        """Whether each device has whole groups of a matrix with these inputs, and vector memory for them."""
+    def for_inputs(self, inputs: Sizes) -> GroupProduct | None:
+        """The kernel of a matrix with these inputs, in smaller groups if a device's part cuts those of the checkpoint;
+        None if no groups divide the part, or if vector memory has no room for it."""
         own = math.prod(size for _, size in inputs)
         if (parts := math.prod(self.over.parts(axis) for axis, _ in inputs)) > 1:
             own, cut = divmod(own, parts)
             if cut or _IN_ANOTHER_ORDER & {axis for axis, _ in inputs}:
-                return False
+                return None
+        kind = self.kind.for_inputs(own)
         levels = jnp.dtype(jnp.int4 if self.kind.levels.bits == 4 else self.kind.levels.dtype)
-        return own % self.kind.weights == 0 and fits(own, self.kind.weights, levels)
+        return None if kind is None or not fits(own, kind.weights, levels) else replace(self, kind=kind)
 
     def multiply(self, x: jax.Array, weights: GroupedWeights) -> jax.Array:
         return multiply_in_groups(x, weights, interpret=self.interpret)
@@ -110,7 +112,7 @@ class GroupedMatrix(nnx.Module):
 
 class GroupedExperts(nnx.Module):
     """The matrices of all experts in groups, without values at first: loaded as stored, in blocks `[experts, out,
-    blocks, bytes]`, and then packed: see `expert_groups_pallas.filled_up`."""
+    blocks, bytes]`, and then packed: see `expert_groups_pallas.folded` and `filled_up`."""
 
     def __init__(
         self,
@@ -127,11 +129,15 @@ class GroupedExperts(nnx.Module):
         self.arrays = nnx.Dict(values=values)
         self.product = product
         self.axes = (experts[0], inputs[0], outputs[0])
+        groups, columns = (
+            size // product.over.parts(axis) for axis, size in ((inputs[0], inputs[1] // kind.weights), outputs)
+        )
+        self.folds = folds_of(groups, columns)
 
     def pack(self) -> None:
         """See `GroupedMatrix.pack`."""
         pack = jax.vmap(partial(packed_groups, self.product.kind))
-        of_device = lambda blocks: filled_up(pack(blocks))  # noqa: E731
+        of_device = lambda blocks: filled_up(folded(pack(blocks), self.folds))  # noqa: E731
         self.arrays = _packed(self.arrays["values"], of_device, self.axes, self.product.over)
 
     def weights(self) -> GroupedWeights:

@@ -121,6 +121,9 @@ MORE_GROUPS = [
     GroupKernel(rows=128, inputs=2048, outputs=768, experts=128),
     GroupKernel(rows=16, inputs=768, outputs=2048, zeros=True, experts=128),
     GroupKernel(rows=16, inputs=7168, outputs=512, levels="float8_e4m3fn", scales="float32", experts=32),
+    GroupKernel(rows=32, inputs=3584, outputs=128, levels="float8_e4m3fn", experts=256),
+    GroupKernel(rows=16, inputs=64, outputs=7168, group=64, levels="float8_e4m3fn", experts=256),
+    GroupKernel(rows=16, inputs=32, outputs=7168, group=32, levels="float8_e4m3fn", experts=256),
 ]
 
 

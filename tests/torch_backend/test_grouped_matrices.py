@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.gguf_blocks import GROUPS, make_gguf_in_groups, make_mixed_gguf
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.quantized_checkpoints import write_plain_twin
 from helpers.torch_paged_model import TorchPagedModel
+from helpers.torch_ranks import on_threads, thread_ranks
 from triton.errors import TritonError
 
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
@@ -99,6 +101,42 @@ def test_a_model_computes_as_with_widened_matrices(
     steps = [{0: 16, 1: 4}, {0: 1, 1: 1}]
     for logits, wanted in zip(model.run(prompts, steps), plain.run(prompts, steps), strict=True):
         assert np.abs(logits - wanted).max() < 2e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "changes", "groups"),
+    [
+        (Grouped.AWQ, "qwen2", {"hidden_size": 128, "intermediate_size": 384}, {2: {128, 64}, 4: {128, 32}}),
+        (
+            Grouped.FP8,
+            "deepseek_v3",
+            {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128},
+            {2: {128, 64}, 4: {128, 64, 32}},
+        ),
+    ],
+)
+def test_parts_that_cut_groups_are_in_smaller_ones(
+    kind: Grouped,
+    architecture: str,
+    changes: dict[str, Any],
+    groups: dict[int, set[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank has 8 or 4 bits of its part of down matrices, and the scales of that part."""
+    monkeypatch.setattr("helpers.grouped_checkpoints.SIZE", 128)
+    changes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    weights = make_grouped_checkpoint(tmp_path / "a", architecture, kind, **changes)
+    prompts = [np.arange(first, last, dtype=np.int32) for first, last in ((3, 20), (40, 45))]
+    steps = [{0: 16, 1: 4}, {0: 1, 1: 1}]
+    plain = TorchPagedModel(write_plain_twin(tmp_path / "a", weights, tmp_path / "b")).run(prompts, steps)
+    for size, sizes in groups.items():
+        models = [TorchPagedModel(tmp_path / "a", keeps_groups=True, parallel=rank) for rank in thread_ranks(size)]
+        found = [each for each in models[0].model.modules() if isinstance(each, GroupedMatrix | GroupedExperts)]
+        assert {each.kind.weights for each in found} == sizes
+        of_first, *_ = on_threads([partial(model.run, prompts, steps) for model in models])
+        for logits, wanted in zip(of_first, plain, strict=True):
+            assert np.abs(logits - wanted).max() < 2e-4 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("tied", [False, True])
