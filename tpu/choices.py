@@ -8,6 +8,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Final, Literal
 
+import jax.numpy as jnp
+
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.parallelism import ONE_DEVICE, Parallelism
@@ -21,6 +23,7 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.kernels.expert_groups_pallas import LEAST_ROWS, folds_of
 from sglang_jax.kernels.kv_storage import LANES
+from sglang_jax.layers.grouped_matrix import levels_in_memory
 from sglang_jax.runner.quantization import encodings_by_option
 from tpu.machine import Machine
 from tpu.topologies import GIB, Chip
@@ -195,7 +198,7 @@ def _bytes_in_groups(spec: ParameterSpec, kind: GroupType, of_inputs: int, width
     numbers, own = math.prod(spec.shape), kind.for_inputs(spec.shape[-1] // of_inputs)
     if width != _BFLOAT16_BYTES or spec.shape[-1] % of_inputs or own is None:
         return width * numbers
-    return numbers * kind.levels.bits // 8 + numbers // own.weights * (_BFLOAT16_BYTES + kind.zeros)
+    return numbers * _bits(kind) // 8 + numbers // own.weights * (_BFLOAT16_BYTES + kind.zeros)
 
 
 def _bytes_of_experts(spec: ParameterSpec, kind: GroupType, over: Parallelism, width: int) -> int:
@@ -212,7 +215,12 @@ def _bytes_of_experts(spec: ParameterSpec, kind: GroupType, over: Parallelism, w
     folds = folds_of(groups, rows)
     outputs = -(-rows * folds // LANES) * LANES
     scales = -(-groups // folds // LEAST_ROWS) * LEAST_ROWS
-    return experts * outputs * (inputs // folds * kind.levels.bits // 8 + scales * (_BFLOAT16_BYTES + kind.zeros))
+    return experts * outputs * (inputs // folds * _bits(kind) // 8 + scales * (_BFLOAT16_BYTES + kind.zeros))
+
+
+def _bits(kind: GroupType) -> int:
+    """Bits of a level in memory."""
+    return 4 if levels_in_memory(kind) == jnp.int4 else 8
 
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:

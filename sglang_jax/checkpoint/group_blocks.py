@@ -20,6 +20,9 @@ from sglang_jax.checkpoint.reader import Array
 SIZES = (32, 64, 128)
 """Numbers of weights in a group, smallest first. Larger groups are stored as several with the same scale."""
 
+OF_NVFP4 = 16
+"""Weights in a group of NVFP4, of which kernels need an even number: see `group_size`."""
+
 
 class Levels(Enum):
     """The type of values, before multiplication by scales: its bits, the dtype in which numpy has it, and what is
@@ -198,6 +201,8 @@ def groups_of(values: object) -> GroupType | None:
 
 def group_size(inputs: int, stored: int) -> int | None:
     """The weights of a group in which a matrix is kept whose checkpoint has groups of `stored`: the largest of `SIZES`
-    that divides both; None if none does."""
+    that divides both; None if none does. Groups of NVFP4 stay as they are."""
+    if stored == OF_NVFP4:
+        return None if inputs % BLOCK else stored
     found = [size for size in SIZES if not stored % size and not inputs % size]
     return found[-1] if found else None

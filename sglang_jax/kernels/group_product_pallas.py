@@ -60,7 +60,7 @@ class GroupedWeights:
 
     - `levels`: `[inputs, outputs]` in int4, int8 or float8_e4m3fn.
     - `scales`: `[groups, outputs]` in bfloat16 or float32; levels are multiplied in this dtype, and then rounded to
-      bfloat16. A group is `inputs / groups` inputs, a multiple of 32.
+      bfloat16. A group is `inputs / groups` inputs, a multiple of 16.
     - `zeros`: int8 `[groups, outputs]`, for integer levels; None for zeros of 0.
     - `float4`: levels stand for floats of 4 bits (E2M1): int4 with the sign and the number of one of 0, 1, 2, 3, 4, 6,
       8 and 12, twice its value.
@@ -101,8 +101,8 @@ def multiply_in_groups(x: jax.Array, weights: GroupedWeights, *, interpret: bool
     Raises `ValueError` for weights that do not fit into vector memory, and for groups that are not a multiple of 32."""
     rows, inputs = x.shape
     groups, outputs = weights.scales.shape
-    if inputs != weights.group * groups or weights.group % 32:
-        raise ValueError(f"groups have {weights.group} inputs of {inputs}: they must have a multiple of 32")
+    if inputs != weights.group * groups or weights.group % 16:
+        raise ValueError(f"groups have {weights.group} inputs of {inputs}: they must have a multiple of 16")
     plan = _Plan.of(rows, weights)
     if plan is None:
         raise ValueError(f"{inputs} inputs do not fit into the vector memory of {current_chip()}")

@@ -16,7 +16,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.parallelism import ONE_DEVICE, Parallelism
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
-from sglang_jax.checkpoint.group_blocks import GroupType, Levels, groups_of
+from sglang_jax.checkpoint.group_blocks import OF_NVFP4, GroupType, Levels, groups_of
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.kernels.expert_groups_pallas import filled_up, folded, folds_of
 from sglang_jax.kernels.group_product_pallas import GroupedWeights, fits, multiply_in_groups
@@ -25,6 +25,18 @@ from sglang_jax.layers.sharding import MESH_AXIS, TENSOR, automatic_mesh, partit
 
 _IN_ANOTHER_ORDER = {Axis.CHANNELS, Axis.STATE_HEADS}
 """Axes along which each of several devices has several runs of the checkpoint's rows."""
+
+
+_TWICE_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the floats of 4 bits, by their bits without the sign."""
+
+
+def levels_in_memory(kind: GroupType) -> jnp.dtype:
+    """The dtype of packed levels. Those of NVFP4 are int8, twice the float: with levels of 4 bits, a product would take
+    a tpu7x or a v5e longer than in bfloat16."""
+    if kind.weights == OF_NVFP4:
+        return jnp.dtype(jnp.int8)
+    return jnp.dtype(jnp.int4 if kind.levels.bits == 4 else kind.levels.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class GroupProduct:
             if cut or _IN_ANOTHER_ORDER & {axis for axis, _ in inputs}:
                 return None
         kind = self.kind.for_inputs(own)
-        levels = jnp.dtype(jnp.int4 if self.kind.levels.bits == 4 else self.kind.levels.dtype)
+        levels = levels_in_memory(self.kind)
         return None if kind is None or not fits(own, kind.weights, levels) else replace(self, kind=kind)
 
     def multiply(self, x: jax.Array, weights: GroupedWeights) -> jax.Array:
@@ -174,7 +186,12 @@ def _on_all(shape: Sequence[int], axes: Sequence[Axis], over: Parallelism) -> tu
 
 def _weights(kind: GroupType, arrays: nnx.Dict) -> GroupedWeights:
     own = {name: array[...] for name, array in arrays.items()}
-    return GroupedWeights(**own, float4=kind.levels is Levels.FLOAT4_E2M1)
+    return GroupedWeights(**own, float4=_numbered(kind))
+
+
+def _numbered(kind: GroupType) -> bool:
+    """Whether levels are as `GroupedWeights.float4` has them."""
+    return kind.levels is Levels.FLOAT4_E2M1 and levels_in_memory(kind) == jnp.int4
 
 
 def _sharded(sizes: Sizes) -> bool:
@@ -183,7 +200,7 @@ def _sharded(sizes: Sizes) -> bool:
 
 def packed_groups(kind: GroupType, blocks: jax.Array) -> GroupedWeights:
     """The weights of blocks `[*out, blocks, bytes]`. Levels and zeros of 4 bits become signed: integers are 8 less, and
-    floats as `GroupedWeights.float4` has them."""
+    floats as `GroupedWeights.float4` has them; see `levels_in_memory`."""
     blocks = blocks.reshape(-1, *blocks.shape[-2:])
     levels, zeros = blocks[..., kind.level_places], blocks[..., -1] if kind.zeros else None
     of_bytes = jax.lax.bitcast_convert_type(blocks[..., kind.scale_places], jnp.dtype(kind.scales.dtype))
@@ -192,15 +209,15 @@ def packed_groups(kind: GroupType, blocks: jax.Array) -> GroupedWeights:
     if kind.levels.bits == 4:
         levels = jnp.concatenate((levels & 15, levels >> 4), axis=-1)
         levels = _sign_and_number(levels) if float4 else _signed(levels)
+        if float4 and not _numbered(kind):
+            levels = jnp.sign(levels) * jnp.array(_TWICE_FLOAT4, jnp.int8)[jnp.abs(levels)]
         zeros = None if zeros is None else _signed(zeros)
         scales = scales / 2 if float4 else scales
     else:
         levels = jax.lax.bitcast_convert_type(levels, jnp.dtype(kind.levels.dtype))
         zeros = None if zeros is None else jax.lax.bitcast_convert_type(zeros, jnp.int8)
-    matrix = levels.reshape(len(levels), -1).T
-    if kind.levels.bits == 4:
-        matrix = matrix.astype(jnp.int4)
-    return GroupedWeights(matrix, scales.T, None if zeros is None else zeros.T, float4)
+    matrix = levels.reshape(len(levels), -1).T.astype(levels_in_memory(kind))
+    return GroupedWeights(matrix, scales.T, None if zeros is None else zeros.T, _numbered(kind))
 
 
 def _sign_and_number(levels: jax.Array) -> jax.Array:

@@ -172,7 +172,7 @@ def _matrix(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartO
     encoding = options.encoding_of(*parts)
     if encoding is None:
         return PlainMatrix.of(inputs, outputs, parts, options.dtype)
-    fits = not math.prod(size for _, size in inputs) % (encoding.block or BLOCK)
+    fits = not math.prod(size for _, size in inputs) % max(encoding.block or 0, BLOCK)
     product = options.block_products(encoding) if fits else None
     if product is None and encoding.block is None:
         return ScaledMatrix(encoding, inputs, outputs, parts, options.dtype)

@@ -42,8 +42,10 @@ def some_part(part: Part, shape: tuple[int, ...], random: np.random.Generator) -
 
 
 def expected_kind(kind: Grouped) -> GroupType | None:
-    if kind in (Grouped.INT4_ORDER, Grouped.GPTQ_ORDER, Grouped.CT_NVFP4, Grouped.MODELOPT):
+    if kind in (Grouped.INT4_ORDER, Grouped.GPTQ_ORDER):
         return None
+    if kind in (Grouped.CT_NVFP4, Grouped.MODELOPT):
+        return GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32)
     if kind in (Grouped.MXFP4, Grouped.CT_MXFP4):
         return GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
     levels = Levels.FLOAT8_E4M3 if "FP8" in kind.name else {4: Levels.INT4, 8: Levels.INT8}[kind.bits]

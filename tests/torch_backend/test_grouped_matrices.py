@@ -35,6 +35,7 @@ KINDS = [
     )
 ]
 MXFP4 = GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
+NVFP4 = GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32)
 
 
 def blocks_of(kind: GroupType, outputs: int, groups: int) -> torch.Tensor:
@@ -52,15 +53,15 @@ def blocks_of(kind: GroupType, outputs: int, groups: int) -> torch.Tensor:
     return torch.from_numpy(kind.join(levels.view(dtype), scales, zeros.view(dtype) if kind.zeros else None))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, MXFP4], ids=lambda kind: f"{kind.value}")
+@pytest.mark.parametrize("kind", [*KINDS, MXFP4, NVFP4], ids=lambda kind: f"{kind.value}")
 def test_blocks_are_rearranged_without_a_change(kind: GroupType) -> None:
-    blocks = blocks_of(kind, 5, 3)
+    blocks = blocks_of(kind, 5, 4)
     exact = kind.unpack(blocks.numpy())
     numbers = torch.tensor([3, 0, 3], dtype=torch.int32)
     weights = pack_blocks(kind, blocks)
     offsets = 0 if exact.offsets is None else np.rint(exact.offsets / exact.scales)[..., None]
     levels = np.array(exact.table)[exact.levels] if exact.table else exact.levels
-    levels = levels.reshape(5, 3, -1).astype(np.float32) - exact.zero
+    levels = levels.reshape(5, 4, -1).astype(np.float32) - exact.zero
     expected = torch.from_numpy(((levels + offsets) * exact.scales[..., None]).reshape(5, -1))
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(weights.widened(dtype), expected.to(dtype))
@@ -79,6 +80,7 @@ ALL = ("qwen3", {"head_dim": 32, "intermediate_size": 96})
         (Grouped.AWQ, *ALL, 8),
         (Grouped.FP8, *ALL, 8),
         (Grouped.GPTQ_ORDER, *ALL, 0),
+        (Grouped.CT_NVFP4, *ALL, 8),
         (Grouped.INT4, "qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 32}, 8),
         (Grouped.MXFP4, "gpt_oss", {"hidden_size": 64, "intermediate_size": 96}, 4),  # of experts only
     ],

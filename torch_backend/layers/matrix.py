@@ -279,7 +279,7 @@ def _matrix(
 def _serves(inputs: int, rows: int, parts: Sequence[Part], options: PartOptions) -> bool:
     """Whether a kernel multiplies all parts of a matrix, `rows` of `inputs` values, in one product."""
     encoding, matrices = options.encoding_of_part(inputs, *parts), options.block_matrices
-    if encoding is None or matrices is None or inputs % (encoding.block or BLOCK):
+    if encoding is None or matrices is None or inputs % max(encoding.block or 0, BLOCK):
         return False
     gated = parts[0] is Part.GATE and len(parts) > 1
     any_rows = matrices.serves_all_rows and not gated
