@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -200,15 +200,26 @@ def _pieces(spec: ParameterSpec, index: Index) -> Iterator[Index]:
 
 
 def _arrays(
-    reader: ParameterReader, name: ParameterName, index: Index, roles: Collection[Role | None]
+    reader: ParameterReader, name: ParameterName, index: Index, targets: Mapping[Role | None, Array]
 ) -> Mapping[Role | None, Array]:
-    """Reads the arrays of a slice of a matrix, or its plain values."""
+    """Reads the arrays of a slice of a matrix, or its plain values, by what those of the whole are in the model."""
     found: dict[Role | None, Array] = {}
-    if of_matrix := [role for role in roles if role is not None]:
-        found.update(reader.read_arrays(name, of_matrix, index).items())
+    if of_matrix := [role for role in targets if role is not None]:
+        group = _group_in_model(targets[Role.VALUES], index)
+        found.update(reader.read_arrays(name, of_matrix, index, group=group).items())
     else:
         found[None] = reader.read(name, index)
     return found
+
+
+def _group_in_model(values: Array, index: Index) -> int | None:
+    """Weights of a block of the model's `values` of a matrix, or of all experts, of which `index` is a part with all
+    columns; None without blocks, which are an axis more than the matrix has."""
+    if values.ndim == len(index):
+        return None
+    first, last = index[-1].start, index[-1].stop
+    group: int = (last - first) // values.shape[-2]
+    return group
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:

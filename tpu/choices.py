@@ -8,6 +8,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Final, Literal
 
+import jax.numpy as jnp
+
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.parallelism import ONE_DEVICE, Parallelism
@@ -19,8 +21,9 @@ from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.config import Dtype, WeightQuantization
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
-from sglang_jax.kernels.expert_groups_pallas import LEAST_ROWS
+from sglang_jax.kernels.expert_groups_pallas import LEAST_ROWS, folds_of
 from sglang_jax.kernels.kv_storage import LANES
+from sglang_jax.layers.grouped_matrix import levels_in_memory
 from sglang_jax.runner.quantization import encodings_by_option
 from tpu.machine import Machine
 from tpu.topologies import GIB, Chip
@@ -190,26 +193,34 @@ def _bytes_of_matrix(spec: ParameterSpec, over: Parallelism, width: int, encodin
 
 
 def _bytes_in_groups(spec: ParameterSpec, kind: GroupType, of_inputs: int, width: int) -> int:
-    """Bytes of a whole matrix in groups, each with a scale in bfloat16; widened for other dtypes than bfloat16, and
-    where one of `of_inputs` devices would have a part of a group."""
-    numbers = math.prod(spec.shape)
-    if width != _BFLOAT16_BYTES or spec.shape[-1] % (of_inputs * kind.weights):
+    """Bytes of a whole matrix in groups, each with a scale in bfloat16; in smaller groups where one of `of_inputs`
+    devices would have a part of a group; widened for other dtypes than bfloat16, and where no groups divide a part."""
+    numbers, own = math.prod(spec.shape), kind.for_inputs(spec.shape[-1] // of_inputs)
+    if width != _BFLOAT16_BYTES or spec.shape[-1] % of_inputs or own is None:
         return width * numbers
-    return numbers * kind.levels.bits // 8 + numbers // kind.weights * (_BFLOAT16_BYTES + kind.zeros)
+    return numbers * _bits(kind) // 8 + numbers // own.weights * (_BFLOAT16_BYTES + kind.zeros)
 
 
 def _bytes_of_experts(spec: ParameterSpec, kind: GroupType, over: Parallelism, width: int) -> int:
-    """Bytes on each device of a matrix of experts, with whole experts or parts of their columns. In groups if a device
-    has whole groups of all three matrices; outputs and groups are then filled up: see
-    `expert_groups_pallas.filled_up`."""
+    """Bytes on each device of a matrix of experts, with whole experts or parts of their columns. In groups if some
+    divide a device's inputs of all three matrices; few outputs are then folded, and outputs and groups filled up: see
+    `expert_groups_pallas`."""
     experts, rows, inputs = (
         length // math.prod(map(over.parts, axes)) for length, axes in zip(spec.shape, spec.axes, strict=True)
     )
-    if width != _BFLOAT16_BYTES or rows % kind.weights or inputs % kind.weights:
+    own = kind.for_inputs(inputs)
+    if width != _BFLOAT16_BYTES or own is None or kind.for_inputs(rows) is None:
         return width * experts * rows * inputs
-    outputs = -(-rows // LANES) * LANES
-    scales = -(-(inputs // kind.weights) // LEAST_ROWS) * LEAST_ROWS
-    return experts * outputs * (inputs * kind.levels.bits // 8 + scales * (_BFLOAT16_BYTES + kind.zeros))
+    groups = inputs // own.weights
+    folds = folds_of(groups, rows)
+    outputs = -(-rows * folds // LANES) * LANES
+    scales = -(-groups // folds // LEAST_ROWS) * LEAST_ROWS
+    return experts * outputs * (inputs // folds * _bits(kind) // 8 + scales * (_BFLOAT16_BYTES + kind.zeros))
+
+
+def _bits(kind: GroupType) -> int:
+    """Bits of a level in memory."""
+    return 4 if levels_in_memory(kind) == jnp.int4 else 8
 
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:

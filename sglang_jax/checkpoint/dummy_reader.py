@@ -23,6 +23,11 @@ _POOL_SIZE = 1_048_573
 """A prime, so that no row length divides it and the rows of a matrix differ."""
 
 _WEIGHT = ".weight"
+_SCALES_OF = {
+    GroupLayout.MXFP4: Scales.POWER_OF_TWO,
+    GroupLayout.NVFP4: Scales.FLOAT32,
+    GroupLayout.NVFP4_MODELOPT: Scales.FLOAT32,
+}
 _SCALE = 0.02
 """Standard deviation of matrices and biases, the usual initialisation of these models."""
 
@@ -82,8 +87,7 @@ class DummyReader:
             return None
         scheme = self._stored.scheme(name.removesuffix(_WEIGHT), "Embedding" if name == self._embedding else "Linear")
         if isinstance(scheme, GroupScheme):
-            scales = Scales.POWER_OF_TWO if scheme.layout is GroupLayout.MXFP4 else Scales.BFLOAT16
-            kind = scheme.blocks(self.shape(name)[1], scales)
+            kind = scheme.blocks(self.shape(name)[1], _SCALES_OF.get(scheme.layout, Scales.BFLOAT16))
             return None if kind is None else Encoding(kind)
         return None if scheme is None else scheme.encoding
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -74,6 +74,12 @@ class Encoding:
             return (Role.VALUES,)
         input_scale = (Role.INPUT_SCALE,) if self.activations is ActivationScales.TENSOR else ()
         return (Role.VALUES, Role.SCALES, *input_scale)
+
+    def for_inputs(self, inputs: int) -> Encoding:
+        """The encoding of a part of `inputs` columns: in smaller groups if that cuts the matrix' own, and if some
+        divide it."""
+        smaller = self.values.for_inputs(inputs) if isinstance(self.values, GroupType) else None
+        return self if smaller is None else replace(self, values=smaller)
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes of a matrix with its scales, without input scales; `columns` must be whole blocks."""

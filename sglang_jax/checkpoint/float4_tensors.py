@@ -73,7 +73,8 @@ class Mxfp4Matrix(Float4Matrix):
 
 
 class Nvfp4Matrix(Float4Matrix):
-    """It can only be dequantised: no kernel has groups of 16 with scales in two steps."""
+    """Its blocks have scales in float32: the product of a group's float8 and the number of the matrix, or the quotient,
+    rounded once."""
 
     endings: tuple[str, ...] = (
         ".weight_packed",
@@ -85,8 +86,8 @@ class Nvfp4Matrix(Float4Matrix):
     global_scale = ".weight_global_scale"
 
     @property
-    def kind(self) -> None:
-        return None
+    def kind(self) -> GroupType | None:
+        return self.scheme.blocks(self.shape[1], Scales.FLOAT32)
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()

@@ -76,7 +76,7 @@ class Unpacked:
       these.
     - `scales`: `[rows, columns / 32]`, or `/ 16` in Q6_K; `offsets`: of the same shape; None for none. Both are
       float16; or int8, and multiplied by `factors`. Values with a scale per row have float32 `[rows, 1]`, and groups
-      of 32, 64 or 128 and blocks of MXFP4 float32 `[rows, groups]`.
+      of 16 to 128 and blocks of MXFP4 float32 `[rows, groups]`.
     - `factors`: float16 `[rows, columns / 256, 2]`, of scales and of offsets, without offsets `[..., 1]`; or None.
     """
 

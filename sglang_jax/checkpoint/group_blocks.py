@@ -6,7 +6,7 @@ join them to such blocks, so that one array has a whole matrix, as in GGUF files
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -19,6 +19,9 @@ from sglang_jax.checkpoint.reader import Array
 
 SIZES = (32, 64, 128)
 """Numbers of weights in a group, smallest first. Larger groups are stored as several with the same scale."""
+
+OF_NVFP4 = 16
+"""Weights in a group of NVFP4, of which kernels need an even number: see `group_size`."""
 
 
 class Levels(Enum):
@@ -155,6 +158,20 @@ class GroupType:
         zeros = np.ascontiguousarray(blocks[..., -1]).view(self.levels.dtype) if self.zeros else None
         return np.ascontiguousarray(levels).view(self.levels.dtype), scales, zeros
 
+    def for_inputs(self, inputs: int) -> GroupType | None:
+        """The same groups, or smaller ones that divide a part of `inputs` weights of a row; None if none do."""
+        size = group_size(inputs, self.weights)
+        return None if size is None else replace(self, weights=size)
+
+    def divided(self, blocks: Array, weights: int) -> Array:
+        """Blocks `[..., groups, nbytes]` as smaller ones, of `weights` values, which repeat the scales and zeros:
+        `[..., groups * self.weights / weights, ...]`."""
+        levels, scales, zeros = self.split(blocks.reshape(-1, *blocks.shape[-2:]))
+        times, smaller = self.weights // weights, replace(self, weights=weights)
+        repeated = None if zeros is None else zeros.repeat(times, 1)
+        found = smaller.join(levels.reshape(len(levels), -1), scales.repeat(times, 1), repeated)
+        return found.reshape(*blocks.shape[:-2], *found.shape[1:])
+
     def unpack(self, blocks: Array) -> Unpacked:
         """See `Unpacked`; scales and offsets are float32."""
         levels, scales, zeros = self.split(blocks)
@@ -184,6 +201,8 @@ def groups_of(values: object) -> GroupType | None:
 
 def group_size(inputs: int, stored: int) -> int | None:
     """The weights of a group in which a matrix is kept whose checkpoint has groups of `stored`: the largest of `SIZES`
-    that divides both; None if none does."""
+    that divides both; None if none does. Groups of NVFP4 stay as they are."""
+    if stored == OF_NVFP4:
+        return None if inputs % BLOCK else stored
     found = [size for size in SIZES if not stored % size and not inputs % size]
     return found[-1] if found else None

@@ -15,6 +15,7 @@ from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, mani
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import OPTIONAL, ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.group_blocks import GroupType
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role, TensorReader, whole_index
 from sglang_jax.errors import CheckpointError
@@ -138,11 +139,20 @@ class ParameterReader:
         return found if found.allows(columns, spec.shape[-1]) else None
 
     def read_arrays(
-        self, name: ParameterName, roles: Collection[Role], index: Index | None = None
+        self, name: ParameterName, roles: Collection[Role], index: Index | None = None, *, group: int | None = None
     ) -> dict[Role, Array]:
         """Arrays of a matrix with an encoding, or of its part at `index`; for experts `[experts, ...]`. A matrix that
-        is quantised when read is read once for all roles."""
+        is quantised when read is read once for all roles. `group`: weights of a group, which must divide those of the
+        matrix' own groups; the part is then of whole groups of this size, and scales are repeated."""
         spec = self.spec(name)
+        if group is not None and (kind := self._larger_groups(name, index, group)) is not None:
+            *others, columns = whole_index(spec.shape, index)
+            first, last, _ = columns.indices(spec.shape[-1])
+            start = first // kind.weights * kind.weights
+            whole = slice(start, -(-last // kind.weights) * kind.weights)
+            found = self.read_arrays(name, roles, (*others, whole))
+            own = slice((first - start) // group, (last - start) // group)
+            return found | {Role.VALUES: kind.divided(found[Role.VALUES], group)[..., own, :]}
         quantization = self._quantized(spec)
         if quantization is None:
             return {role: self._stored_array(spec, role, index) for role in roles}
@@ -153,6 +163,13 @@ class ParameterReader:
             values = found[Role.VALUES]
             found[Role.VALUES] = values[..., places, :] if quantization.encoding.block else values[..., places]
         return found
+
+    def _larger_groups(self, name: ParameterName, index: Index | None, group: int) -> GroupType | None:
+        """The groups of a matrix, or of its part at `index`, if they have more weights than `group`."""
+        *others, _ = whole_index(self.spec(name).shape, index)
+        encoding = self.encoding(name, tuple(others))
+        kind = None if encoding is None else encoding.values
+        return kind if isinstance(kind, GroupType) and kind.weights > group else None
 
     def _stored_array(self, spec: ParameterSpec, role: Role, index: Index | None) -> Array:
         if spec.places:

@@ -14,7 +14,7 @@ import numpy as np
 
 from sglang_jax.checkpoint.encoding import AnyValues, Encoding, Stored, ValueType
 from sglang_jax.checkpoint.ggml_blocks import BLOCK, FLOAT4, FLOAT4_ZERO, BlockType, Unpacked
-from sglang_jax.checkpoint.group_blocks import SIZES, GroupType, Levels
+from sglang_jax.checkpoint.group_blocks import OF_NVFP4, SIZES, GroupType, Levels
 from sglang_jax.checkpoint.reader import Array
 from sglang_jax.cpu_kernels.block_layout import LARGEST, BlockForm, PackedBlocks, PackedShapes, blocks_of
 from sglang_jax.cpu_kernels.huge_pages import huge_pages
@@ -87,7 +87,7 @@ class LevelKind:
         """Bytes of the scales of these blocks of a tile."""
         if self.factors:
             return outputs * self.numbers * (2 + SUPER_BLOCK * self.parts)
-        return outputs * self.numbers * (4 if self.wide else 2)
+        return outputs * self.numbers * self.parts * (4 if self.wide else 2)
 
 
 KINDS: dict[AnyValues, LevelKind] = {
@@ -115,7 +115,7 @@ _INTEGERS = (Levels.INT4, Levels.INT8)
 ALL_KINDS = (
     *KINDS.values(),
     *(_of_groups(levels, group, zeros) for levels in _INTEGERS for group in SIZES for zeros in (False, True)),
-    *(_of_groups(Levels.FLOAT4_E2M1, group, False) for group in SIZES if group != BLOCK),
+    *(_of_groups(Levels.FLOAT4_E2M1, group, False) for group in (OF_NVFP4, *SIZES) if group != BLOCK),
 )
 """By the numbers that kernels have as constants."""
 
@@ -219,6 +219,8 @@ def _shapes(encoding: Encoding, tiles: int, blocks: int, *, outputs: int) -> Pac
     kind = kind_of(encoding.values)
     levels = (tiles, blocks, kind.bits, outputs, 4), np.dtype(np.uint8)
     groups = blocks // kind.blocks_with_scales if kind.blocks_with_scales else 1
+    if not kind.factors:
+        groups *= kind.parts
     if kind.factors:
         return levels, ((tiles, groups, kind.scale_bytes(outputs)), np.dtype(np.uint8))
     return levels, ((tiles, groups, kind.numbers, outputs), np.dtype(np.float32 if kind.wide else np.float16))

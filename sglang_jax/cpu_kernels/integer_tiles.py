@@ -237,7 +237,9 @@ def _scales(builder, unit, kind, scales, block):
     if not kind.factors:
         together = kind.blocks_with_scales
         group = block if together == 1 else builder.sdiv(block, I64(together))
-        found = [widened(builder.add(scales, builder.mul(group, I64(kind.scale_bytes(outputs)))))]
+        size = kind.scale_bytes(outputs)
+        first = builder.add(scales, builder.mul(group, I64(size)))
+        found = [widened(builder.add(first, I64(part * size // kind.parts))) for part in range(kind.parts)]
     else:
         super_block, own = (f(block, I64(SUPER_BLOCK)) for f in (builder.sdiv, builder.srem))
         first = builder.add(scales, builder.mul(super_block, I64(kind.scale_bytes(outputs))))

@@ -209,13 +209,14 @@ class _Arrays:
         self._roles = roles
         self._kept: dict[object, Array] = {}
 
-    def read(self, name: ParameterName, role: Role | None, index: Index) -> Array:
-        """Plain numbers at an index; or values at an index, and then other arrays at its rows."""
+    def read(self, name: ParameterName, role: Role | None, index: Index, group: int | None = None) -> Array:
+        """Plain numbers at an index; or values at an index, and then other arrays at its rows. `group`: see
+        `ParameterReader.read_arrays`."""
         if role is None:
             return self.reader.read(name, index)
         if role is not Role.VALUES:
             return self._kept[_key(name, role, index)]
-        found = self.reader.read_arrays(name, self._roles, index)
+        found = self.reader.read_arrays(name, self._roles, index, group=group)
         self._kept |= {_key(name, each, index[:-1]): found[each] for each in self._roles if each is not role}
         return found[role]
 
@@ -340,9 +341,12 @@ class _Source:
             shape += [own.stop - own.start, *inner]
             flat += group
         whole_heads, rows = Axis.HEAD_DIM in flat and len(flat) > len(stored_index), len(stored_index)
+        group = None
         if blocks and self._role is Role.VALUES:
-            stored_index.append(self._inputs_of(wanted[blocks[0]], math.prod(spec.sizes[-1])))
-        found = self._arrays.read(name, self._role, tuple(stored_index)).astype(self._dtype, copy=False)
+            inputs = math.prod(spec.sizes[-1])
+            stored_index.append(self._inputs_of(wanted[blocks[0]], inputs))
+            group = inputs // self._blocks
+        found = self._arrays.read(name, self._role, tuple(stored_index), group).astype(self._dtype, copy=False)
         found, flat = found.reshape(*shape, *found.shape[rows:]), [*flat, *blocks]
         if chosen is not None:
             found = np.take(found, chosen, axis=flat.index(Axis.KV_HEADS))

@@ -7,7 +7,7 @@ that a step chose are read, once for the tiles that follow each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -62,12 +62,24 @@ def rows_of_tile(rows: int, experts: int) -> int:
 
 
 def multiply_experts_in_groups(
-    x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles, *, interpret: bool = False
+    x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles, *, folds: int = 1, interpret: bool = False
 ) -> jax.Array:
     """`x` bfloat16 `[tiles * rows, inputs]` times the matrices of the tiles' experts → float32 `[tiles * rows,
-    columns]`; results of rows without a source are undefined. `weights`: see `filled_up`.
+    columns]`; results of rows without a source are undefined. `weights`, `folds`: see `folded` and `filled_up`.
 
     Raises `ValueError` for weights that do not fit into vector memory."""
+    if folds == 1:
+        return _multiply(x, weights, tiles, interpret)
+    # The rows of a fold of the inputs have their product in the columns of the same fold.
+    count, inputs = len(tiles.experts), x.shape[1]
+    own = x.reshape(count, -1, folds, inputs // folds).swapaxes(1, 2).reshape(len(x) * folds, -1)
+    found = _multiply(own, weights, tiles, interpret).reshape(count, folds, len(x) // count, -1)
+    columns = found.shape[-1] // folds
+    total = sum(found[:, fold, :, fold * columns : (fold + 1) * columns] for fold in range(1, folds))
+    return (found[:, 0, :, :columns] + total).reshape(len(x), columns)
+
+
+def _multiply(x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles, interpret: bool) -> jax.Array:
     count, inputs = len(tiles.experts), x.shape[1]
     rows, (_, groups, outputs) = len(x) // count, weights.scales.shape
     columns = columns_of(rows, jax.eval_shape(lambda: jax.tree.map(lambda each: each[0], weights)))
@@ -113,6 +125,31 @@ def multiply_experts_in_groups(
         interpret=interpret,
         name="expert_group_product",
     )(tiles.experts, tiles.used, *of_rows, *weights.arrays)
+
+
+def folds_of(groups: int, outputs: int) -> int:
+    """Into how many folds the inputs of matrices with few outputs are divided: see `folded`."""
+    folds = 1
+    while 2 * folds * outputs <= LANES and not groups % (2 * folds):
+        folds *= 2
+    return folds
+
+
+def folded(weights: GroupedWeights, folds: int) -> GroupedWeights:
+    """Weights of experts, arrays `[experts, inputs, outputs]`, with the folds of their inputs side by side: `[experts,
+    inputs / folds, folds * outputs]`, outputs filled up. Memory has whole tiles of 128 columns, most of which would be
+    empty."""
+    if folds == 1:
+        return weights
+
+    def side_by_side(array: jax.Array) -> jax.Array:
+        array = jnp.pad(array, ((0, 0), (0, 0), (0, LANES // folds - array.shape[2])))
+        experts, rows, outputs = array.shape
+        parts = array.reshape(experts, folds, rows // folds, outputs)
+        return parts.swapaxes(1, 2).reshape(experts, rows // folds, folds * outputs)
+
+    zeros = None if weights.zeros is None else side_by_side(weights.zeros)
+    return replace(weights, levels=side_by_side(weights.levels), scales=side_by_side(weights.scales), zeros=zeros)
 
 
 def filled_up(weights: GroupedWeights) -> GroupedWeights:

@@ -68,10 +68,11 @@ class ExpertBlocks:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The matrices of all experts in groups, on a TPU: see `expert_groups_pallas.filled_up`. `interpret`: for tests
-    without a TPU."""
+    """The matrices of all experts in groups, on a TPU: see `expert_groups_pallas.folded` and `filled_up`. `interpret`:
+    for tests without a TPU."""
 
     weights: GroupedWeights
+    folds: int = field(default=1, metadata={"static": True})
     interpret: bool = field(default=False, metadata={"static": True})
 
 
@@ -358,11 +359,12 @@ def _in_groups(
 
     def product(rows: jax.Array, matrices: ExpertMatrices, outputs: int) -> jax.Array:
         assert isinstance(matrices, ExpertGroups)
-        rows = rows.astype(jnp.bfloat16)
-        return multiply_experts_in_groups(rows, matrices.weights, tiles, interpret=matrices.interpret)[:, :outputs]
+        rows, own = rows.astype(jnp.bfloat16), matrices.weights
+        found = multiply_experts_in_groups(rows, own, tiles, folds=matrices.folds, interpret=matrices.interpret)
+        return found[:, :outputs]
 
     assert isinstance(weights.down, ExpertGroups)
-    inner, hidden = weights.down.weights.levels.shape[1], x.shape[1]
+    inner, hidden = weights.down.weights.levels.shape[1] * weights.down.folds, x.shape[1]
     own = x[tiles.spread(tokens, rows)]
     gates, ups = (product(own, matrices, inner) for matrices in (weights.gate, weights.up))
     gates, ups = weights.scaled(gates, ups, lambda array: jnp.repeat(array[tiles.experts], rows, axis=0))

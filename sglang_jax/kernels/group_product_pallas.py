@@ -37,6 +37,8 @@ ROWS_AT_ONCE = 256
 _COLUMNS, _COLUMNS_OF_MANY_ROWS = 512, 1024
 _WIDTHS = (1024, 768, 512, 384, 256, 128)
 """Columns of a program of experts."""
+_FEW_INPUTS, _WIDTHS_OF_FEW = 128, (3584, 2048)
+"""With so few inputs, a program of 1,024 columns mostly starts and ends."""
 _COLUMNS_OF_A_START = 32
 """As many columns take the time in which a program of experts starts and ends."""
 _FEW_OUTPUTS, _COLUMNS_OF_FEW = 2048, 256
@@ -58,7 +60,7 @@ class GroupedWeights:
 
     - `levels`: `[inputs, outputs]` in int4, int8 or float8_e4m3fn.
     - `scales`: `[groups, outputs]` in bfloat16 or float32; levels are multiplied in this dtype, and then rounded to
-      bfloat16. A group is `inputs / groups` inputs, a multiple of 32.
+      bfloat16. A group is `inputs / groups` inputs, a multiple of 16.
     - `zeros`: int8 `[groups, outputs]`, for integer levels; None for zeros of 0.
     - `float4`: levels stand for floats of 4 bits (E2M1): int4 with the sign and the number of one of 0, 1, 2, 3, 4, 6,
       8 and 12, twice its value.
@@ -99,8 +101,8 @@ def multiply_in_groups(x: jax.Array, weights: GroupedWeights, *, interpret: bool
     Raises `ValueError` for weights that do not fit into vector memory, and for groups that are not a multiple of 32."""
     rows, inputs = x.shape
     groups, outputs = weights.scales.shape
-    if inputs != weights.group * groups or weights.group % 32:
-        raise ValueError(f"groups have {weights.group} inputs of {inputs}: they must have a multiple of 32")
+    if inputs != weights.group * groups or weights.group % 16:
+        raise ValueError(f"groups have {weights.group} inputs of {inputs}: they must have a multiple of 16")
     plan = _Plan.of(rows, weights)
     if plan is None:
         raise ValueError(f"{inputs} inputs do not fit into the vector memory of {current_chip()}")
@@ -182,8 +184,9 @@ def stored_bits(array: jax.Array) -> int:
 def columns_of(rows: int, weights: GroupedWeights) -> int | None:
     """Columns of one of many programs that multiply up to `ROWS` rows: of the numbers that fit into vector memory, the
     one that takes the least time; None if none fits."""
-    outputs, room = weights.levels.shape[1], _room()
-    fitting = [width for width in _WIDTHS if _Plan(rows, width, many=False).vmem_bytes(weights) <= room]
+    (inputs, outputs), room = weights.levels.shape, _room()
+    widths = _WIDTHS if inputs > _FEW_INPUTS else (*_WIDTHS_OF_FEW, *_WIDTHS)
+    fitting = [width for width in widths if _Plan(rows, width, many=False).vmem_bytes(weights) <= room]
     if not fitting:
         return None
     return min(outputs, min(fitting, key=lambda width: pl.cdiv(outputs, width) * (width + _COLUMNS_OF_A_START)))

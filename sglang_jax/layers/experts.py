@@ -55,23 +55,19 @@ class Experts(nnx.Module):
         self.router_bias = bias(Part.ROUTER, routed, wanted=config.router_bias)
         self.correction = bias(Part.ROUTER_CORRECTION, routed, wanted=config.correction)
 
-        in_groups = all(
-            isinstance(product, GroupProduct) and product.serves([column])
-            for product, column in (
-                (_product_of(Part.EXPERT_GATE, options), hidden),
-                (_product_of(Part.EXPERT_UP, options), hidden),
-                (_product_of(Part.EXPERT_DOWN, options), inner),
-            )
-        )
+        in_groups = {
+            part: _in_groups(part, column, options)
+            for part, column in ((Part.EXPERT_GATE, hidden), (Part.EXPERT_UP, hidden), (Part.EXPERT_DOWN, inner))
+        }
 
         def matrices(
             part: Part, row: tuple[Axis, int], column: tuple[Axis, int]
         ) -> tuple[Parameter | BlockMatrix | GroupedExperts, Parameter | None]:
             """The matrices of all experts, and a scale per row if they have 8 bits."""
             encoding, sizes = options.encoding_of(part), [experts, inner, hidden]
-            product = _product_of(part, options)
-            if in_groups and isinstance(product, GroupProduct):
-                return GroupedExperts(product, experts, column, row, part), None
+            product, grouped = _product_of(part, options), in_groups[part]
+            if grouped is not None and None not in in_groups.values():
+                return GroupedExperts(grouped, experts, column, row, part), None
             if isinstance(product, BlockProduct) and product.serves_stacks(row[1], column[1]):
                 return BlockMatrix(product, [column], [experts, row], (part,), options.dtype), None
             if encoding is None or encoding.block is not None:
@@ -141,7 +137,7 @@ class Experts(nnx.Module):
 
     def _matrices(self, stack: Parameter | BlockMatrix | GroupedExperts) -> ExpertMatrices:
         if isinstance(stack, GroupedExperts):
-            return ExpertGroups(stack.weights(), stack.product.interpret)
+            return ExpertGroups(stack.weights(), stack.folds, stack.product.interpret)
         if isinstance(stack, BlockMatrix):
             return ExpertBlocks(self.config.num_experts, stack.multiply_one)
         return stack[...]
@@ -182,6 +178,12 @@ class SharedExpert(nnx.Module):
 def _product_of(part: Part, options: PartOptions) -> BlockProduct | GroupProduct | None:
     encoding = options.encoding_of(part)
     return None if encoding is None else options.block_products(encoding)
+
+
+def _in_groups(part: Part, inputs: tuple[Axis, int], options: PartOptions) -> GroupProduct | None:
+    """The kernel of the matrices of all experts with these inputs, if they are in groups and it serves them."""
+    product = _product_of(part, options)
+    return product.for_inputs([inputs]) if isinstance(product, GroupProduct) else None
 
 
 def choose_experts(

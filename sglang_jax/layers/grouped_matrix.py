@@ -16,15 +16,27 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.parallelism import ONE_DEVICE, Parallelism
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
-from sglang_jax.checkpoint.group_blocks import GroupType, Levels, groups_of
+from sglang_jax.checkpoint.group_blocks import OF_NVFP4, GroupType, Levels, groups_of
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.kernels.expert_groups_pallas import filled_up
+from sglang_jax.kernels.expert_groups_pallas import filled_up, folded, folds_of
 from sglang_jax.kernels.group_product_pallas import GroupedWeights, fits, multiply_in_groups
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import MESH_AXIS, TENSOR, automatic_mesh, partition_spec
 
 _IN_ANOTHER_ORDER = {Axis.CHANNELS, Axis.STATE_HEADS}
 """Axes along which each of several devices has several runs of the checkpoint's rows."""
+
+
+_TWICE_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the floats of 4 bits, by their bits without the sign."""
+
+
+def levels_in_memory(kind: GroupType) -> jnp.dtype:
+    """The dtype of packed levels. Those of NVFP4 are int8, twice the float: with levels of 4 bits, a product would take
+    a tpu7x or a v5e longer than in bfloat16."""
+    if kind.weights == OF_NVFP4:
+        return jnp.dtype(jnp.int8)
+    return jnp.dtype(jnp.int4 if kind.levels.bits == 4 else kind.levels.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +52,17 @@ class GroupProduct:
     def serves_all_rows(self) -> bool:
         return True
 
-    def serves(self, inputs: Sizes) -> bool:
-        """Whether each device has whole groups of a matrix with these inputs, and vector memory for them."""
+    def for_inputs(self, inputs: Sizes) -> GroupProduct | None:
+        """The kernel of a matrix with these inputs, in smaller groups if a device's part cuts those of the checkpoint;
+        None if no groups divide the part, or if vector memory has no room for it."""
         own = math.prod(size for _, size in inputs)
         if (parts := math.prod(self.over.parts(axis) for axis, _ in inputs)) > 1:
             own, cut = divmod(own, parts)
             if cut or _IN_ANOTHER_ORDER & {axis for axis, _ in inputs}:
-                return False
-        levels = jnp.dtype(jnp.int4 if self.kind.levels.bits == 4 else self.kind.levels.dtype)
-        return own % self.kind.weights == 0 and fits(own, self.kind.weights, levels)
+                return None
+        kind = self.kind.for_inputs(own)
+        levels = levels_in_memory(self.kind)
+        return None if kind is None or not fits(own, kind.weights, levels) else replace(self, kind=kind)
 
     def multiply(self, x: jax.Array, weights: GroupedWeights) -> jax.Array:
         return multiply_in_groups(x, weights, interpret=self.interpret)
@@ -110,7 +124,7 @@ class GroupedMatrix(nnx.Module):
 
 class GroupedExperts(nnx.Module):
     """The matrices of all experts in groups, without values at first: loaded as stored, in blocks `[experts, out,
-    blocks, bytes]`, and then packed: see `expert_groups_pallas.filled_up`."""
+    blocks, bytes]`, and then packed: see `expert_groups_pallas.folded` and `filled_up`."""
 
     def __init__(
         self,
@@ -127,11 +141,15 @@ class GroupedExperts(nnx.Module):
         self.arrays = nnx.Dict(values=values)
         self.product = product
         self.axes = (experts[0], inputs[0], outputs[0])
+        groups, columns = (
+            size // product.over.parts(axis) for axis, size in ((inputs[0], inputs[1] // kind.weights), outputs)
+        )
+        self.folds = folds_of(groups, columns)
 
     def pack(self) -> None:
         """See `GroupedMatrix.pack`."""
         pack = jax.vmap(partial(packed_groups, self.product.kind))
-        of_device = lambda blocks: filled_up(pack(blocks))  # noqa: E731
+        of_device = lambda blocks: filled_up(folded(pack(blocks), self.folds))  # noqa: E731
         self.arrays = _packed(self.arrays["values"], of_device, self.axes, self.product.over)
 
     def weights(self) -> GroupedWeights:
@@ -168,7 +186,12 @@ def _on_all(shape: Sequence[int], axes: Sequence[Axis], over: Parallelism) -> tu
 
 def _weights(kind: GroupType, arrays: nnx.Dict) -> GroupedWeights:
     own = {name: array[...] for name, array in arrays.items()}
-    return GroupedWeights(**own, float4=kind.levels is Levels.FLOAT4_E2M1)
+    return GroupedWeights(**own, float4=_numbered(kind))
+
+
+def _numbered(kind: GroupType) -> bool:
+    """Whether levels are as `GroupedWeights.float4` has them."""
+    return kind.levels is Levels.FLOAT4_E2M1 and levels_in_memory(kind) == jnp.int4
 
 
 def _sharded(sizes: Sizes) -> bool:
@@ -177,7 +200,7 @@ def _sharded(sizes: Sizes) -> bool:
 
 def packed_groups(kind: GroupType, blocks: jax.Array) -> GroupedWeights:
     """The weights of blocks `[*out, blocks, bytes]`. Levels and zeros of 4 bits become signed: integers are 8 less, and
-    floats as `GroupedWeights.float4` has them."""
+    floats as `GroupedWeights.float4` has them; see `levels_in_memory`."""
     blocks = blocks.reshape(-1, *blocks.shape[-2:])
     levels, zeros = blocks[..., kind.level_places], blocks[..., -1] if kind.zeros else None
     of_bytes = jax.lax.bitcast_convert_type(blocks[..., kind.scale_places], jnp.dtype(kind.scales.dtype))
@@ -186,15 +209,15 @@ def packed_groups(kind: GroupType, blocks: jax.Array) -> GroupedWeights:
     if kind.levels.bits == 4:
         levels = jnp.concatenate((levels & 15, levels >> 4), axis=-1)
         levels = _sign_and_number(levels) if float4 else _signed(levels)
+        if float4 and not _numbered(kind):
+            levels = jnp.sign(levels) * jnp.array(_TWICE_FLOAT4, jnp.int8)[jnp.abs(levels)]
         zeros = None if zeros is None else _signed(zeros)
         scales = scales / 2 if float4 else scales
     else:
         levels = jax.lax.bitcast_convert_type(levels, jnp.dtype(kind.levels.dtype))
         zeros = None if zeros is None else jax.lax.bitcast_convert_type(zeros, jnp.int8)
-    matrix = levels.reshape(len(levels), -1).T
-    if kind.levels.bits == 4:
-        matrix = matrix.astype(jnp.int4)
-    return GroupedWeights(matrix, scales.T, None if zeros is None else zeros.T, float4)
+    matrix = levels.reshape(len(levels), -1).T.astype(levels_in_memory(kind))
+    return GroupedWeights(matrix, scales.T, None if zeros is None else zeros.T, _numbered(kind))
 
 
 def _sign_and_number(levels: jax.Array) -> jax.Array:

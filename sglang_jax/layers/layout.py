@@ -100,6 +100,24 @@ class TwoAxisLayout:
         return matmul(x.reshape(x.shape[0], -1), jnp.moveaxis(kernel, -2, 0))
 
 
+def fill_up_columns(table: Parameter, multiple: int) -> None:
+    """Fills up the last axis of a loaded table, or of its shape, with zeros to a multiple."""
+    value = table.get_value()
+    missing = -value.shape[-1] % multiple
+    if not missing:
+        return
+    if isinstance(value, jax.ShapeDtypeStruct):
+        table.set_value(jax.ShapeDtypeStruct((*value.shape[:-1], value.shape[-1] + missing), value.dtype))
+    else:
+        table.set_value(_filled_up(value, missing, value.sharding))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _filled_up(array: jax.Array, missing: int, placed: Sharding) -> jax.Array:
+    filled = jnp.pad(array, (*[(0, 0)] * (array.ndim - 1), (0, missing)))
+    return jax.lax.with_sharding_constraint(filled, placed)
+
+
 def _outputs(kernel: Parameter, inputs: int) -> tuple[list[int], list[int]]:
     """The output axes of a kernel with `inputs` input axes that stay separate, and those that are merged."""
     outer = [axis for axis, meaning in enumerate(kernel.axes) if meaning is Axis.GATE_OR_UP]

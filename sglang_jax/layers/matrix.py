@@ -172,13 +172,15 @@ def _matrix(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartO
     encoding = options.encoding_of(*parts)
     if encoding is None:
         return PlainMatrix.of(inputs, outputs, parts, options.dtype)
-    fits = not math.prod(size for _, size in inputs) % (encoding.block or BLOCK)
+    fits = not math.prod(size for _, size in inputs) % max(encoding.block or 0, BLOCK)
     product = options.block_products(encoding) if fits else None
     if product is None and encoding.block is None:
         return ScaledMatrix(encoding, inputs, outputs, parts, options.dtype)
-    if isinstance(product, GroupProduct) and product.serves(inputs):
-        return GroupedMatrix(product, inputs, outputs, parts)
-    if product is None or isinstance(product, GroupProduct):
+    if isinstance(product, GroupProduct):
+        product = product.for_inputs(inputs)
+        if product is not None:
+            return GroupedMatrix(product, inputs, outputs, parts)
+    if product is None:
         return PlainMatrix.of(inputs, outputs, parts, options.dtype)
     blocks = BlockMatrix(product, inputs, outputs, parts, options.dtype)
     if product.serves_all_rows:

@@ -15,6 +15,7 @@ from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, 
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
+from sglang_jax.kernels.kv_storage import LANES
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttentions, no_cpu_attention
 from sglang_jax.kernels.row_tiles import in_tiles
@@ -22,7 +23,7 @@ from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProduct, BlockProducts, no_blocks
 from sglang_jax.layers.grouped_matrix import GroupedExperts, GroupedMatrix
-from sglang_jax.layers.layout import Layout, OutInLayout, Table, TwoAxisLayout
+from sglang_jax.layers.layout import Layout, OutInLayout, Table, TwoAxisLayout, fill_up_columns
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.matrix import Matrix, PlainMatrix, TwoFormMatrix, matrix_for
 from sglang_jax.layers.norm import Norm
@@ -39,6 +40,7 @@ class Embedding(nnx.Module):
     """Rows of a table `[vocab, hidden]`: plain, or in `blocks` if a kernel multiplies by these in all steps."""
 
     def __init__(self, vocab_size: int, options: PartOptions) -> None:
+        self.width = options.hidden_size
         vocabulary, part = [(Axis.VOCABULARY, vocab_size)], (Part.EMBEDDING,)
         encoding = options.encoding_of(*part)
         product = None if encoding is None or encoding.block is None else options.block_products(encoding)
@@ -50,12 +52,18 @@ class Embedding(nnx.Module):
             self.table = None
             self.blocks = BlockMatrix(product, [(Axis.HIDDEN, options.hidden_size)], vocabulary, part, options.dtype)
 
+    def fill_up(self) -> None:
+        """See `PlatformLayout.whole_tiles_of_table`."""
+        if self.table is not None:
+            fill_up_columns(self.table, LANES)
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `[T]`, all within the vocabulary → `[T, hidden]`."""
         if self.blocks is not None:
             return self.blocks.rows(tokens)
         assert self.table is not None
-        return self.table[...].at[tokens].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        rows = self.table[...].at[tokens].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return rows[:, : self.width]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -126,7 +134,10 @@ class Transformer(nnx.Module):
             self.put_outputs_first()
 
     def pack(self) -> None:
-        """Changes matrices in blocks and groups, or their shapes, from what is loaded to what their kernels read."""
+        """Changes matrices in blocks and groups, and the table of embeddings, or their shapes, from what is loaded to
+        what takes memory."""
+        if self.form.whole_tiles_of_table and self.has_own_head:
+            self.embedding.fill_up()
         for _, module in nnx.iter_modules(self):
             if isinstance(module, BlockMatrix | GroupedMatrix | GroupedExperts):
                 module.pack()

@@ -10,12 +10,15 @@ import pytest
 import torch
 from helpers.grouped_checkpoints import SIZE, Grouped, config_of, make_grouped_checkpoint
 from helpers.quantized_checkpoints import Tensors, set_quantization, tensors_of, write_plain_twin, write_tensors
+from helpers.tiny_models import make_tiny_checkpoint
 
-from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
-from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
+from sglang_jax.checkpoint.quantization import INT4_GROUPS, Quantization
 from sglang_jax.checkpoint.reader import Index
 from sglang_jax.errors import CheckpointError
 
@@ -39,8 +42,10 @@ def some_part(part: Part, shape: tuple[int, ...], random: np.random.Generator) -
 
 
 def expected_kind(kind: Grouped) -> GroupType | None:
-    if kind in (Grouped.INT4_ORDER, Grouped.GPTQ_ORDER, Grouped.CT_NVFP4, Grouped.MODELOPT):
+    if kind in (Grouped.INT4_ORDER, Grouped.GPTQ_ORDER):
         return None
+    if kind in (Grouped.CT_NVFP4, Grouped.MODELOPT):
+        return GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32)
     if kind in (Grouped.MXFP4, Grouped.CT_MXFP4):
         return GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
     levels = Levels.FLOAT8_E4M3 if "FP8" in kind.name else {4: Levels.INT4, 8: Levels.INT8}[kind.bits]
@@ -80,6 +85,31 @@ def test_every_layout_is_read(architecture: str, kind: Grouped, tmp_path: Path) 
             if wanted is not None and spec.shape[-1] % wanted.weights == 0:
                 assert encoding == Encoding(wanted)
     assert bool(in_blocks) == (expected_kind(kind) is not None)
+
+
+@pytest.mark.parametrize("kind", [Grouped.GPTQ_ZEROS, Grouped.INT8, Grouped.FP8, None])
+def test_parts_that_cut_groups_are_read_in_smaller_ones(
+    kind: Grouped | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which repeat scales and zeros. Without a kind, groups are made while the matrix is read."""
+    monkeypatch.setattr("helpers.grouped_checkpoints.SIZE", 128)
+    widths = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 384, "num_hidden_layers": 2}
+    if kind is None:
+        config = parameters(make_tiny_checkpoint(tmp_path / "a", "qwen3", **widths)).config
+        reader = ParameterReader(DummyReader(config, seed=0), config, Quantization(INT4_GROUPS))
+    else:
+        make_grouped_checkpoint(tmp_path / "a", "qwen3", kind, **widths)
+        reader = parameters(tmp_path / "a")
+    name = ParameterName(Part.DOWN, layer=1)
+    whole, encoding = reader.read(name), reader.encoding(name)
+    assert encoding is not None
+    assert encoding.block == 128
+    for size, first, last in ((64, 64, 192), (32, 96, 128), (32, 160, 384), (128, 128, 256), (64, 0, 384)):
+        smaller = encoding.for_inputs(size)
+        index = (slice(8, 40), slice(first, last))
+        found = Stored(smaller, reader.read_arrays(name, smaller.roles, index, group=size))
+        assert smaller.block == size
+        np.testing.assert_allclose(found.widened(), whole[index], rtol=2e-6, atol=2e-6)
 
 
 def _biases(tensors: Tensors, number: float) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Hand:
     """A count for one device of `tp`. A matrix has two bytes a number, or, with `fp8`, one, and four for the scale
-    of each row; or with `blocks`, one, and two for the scale of each 128 inputs of a row. What has no heads or columns
+    of each row; or with `blocks`, one, and two for the scale of each 128 inputs of a row, or of each 64 or 32 where a
+    device has no whole 128. What has no heads or columns
     to shard is on every device."""
 
     fields: dict[str, Any]
@@ -17,30 +18,32 @@ class Hand:
     fp8: bool = False
     blocks: bool = False
 
-    def row(self, columns: int, *, widened: bool = False) -> int:
+    def row(self, columns: int, group: int = 128) -> int:
         """Bytes of the values of a row, with the scales of its groups."""
-        if self.blocks and not widened:
-            return columns + columns // 128 * 2
+        if self.blocks:
+            return columns + columns // group * 2
         return columns * (1 if self.fp8 else 2)
 
     @property
     def scale(self) -> int:
         return 4 if self.fp8 else 0
 
-    def matrix(self, rows: int, columns: int, *, shared: bool, widened: bool = False) -> int:
+    def matrix(self, rows: int, columns: int, *, shared: bool) -> int:
         """`shared`: every device has the whole matrix; otherwise each has a shard of the rows."""
-        return rows * (self.row(columns, widened=widened) + self.scale) // (1 if shared else self.tp)
+        return rows * (self.row(columns) + self.scale) // (1 if shared else self.tp)
 
-    def sums(self, rows: int, columns: int, *, widened: bool = False) -> int:
+    def sums(self, rows: int, columns: int) -> int:
         """A matrix whose outputs are summed over devices: each has a shard of the columns, and the scale of each
-        row. It is widened if a shard would not be whole groups."""
-        widened = widened or columns // self.tp % 128 > 0
-        return rows * (self.row(columns, widened=widened) // self.tp + self.scale)
+        row."""
+        return rows * (self.row(columns, self.group(columns // self.tp)) // self.tp + self.scale)
 
-    def gated(self, columns: int, *, widened: bool = False) -> int:
+    def group(self, own: int) -> int:
+        """Of a device's columns."""
+        return next(size for size in (128, 64, 32) if own % size == 0) if self.blocks else own
+
+    def gated(self, columns: int) -> int:
         hidden = self.fields["hidden_size"]
-        of_columns = self.matrix(columns, hidden, shared=False, widened=widened)
-        return 2 * of_columns + self.sums(hidden, columns, widened=widened)
+        return 2 * self.matrix(columns, hidden, shared=False) + self.sums(hidden, columns)
 
     def attention(self) -> int:
         fields = self.fields
@@ -56,8 +59,11 @@ class Hand:
         return queries + cached + absorbed + self.sums(hidden, heads * value)
 
     def of_expert(self, inputs: int, outputs: int) -> int:
-        """A matrix of an expert in groups, on one device, with scales for 16, 32... groups."""
-        return outputs * (inputs + 2 * -(-inputs // 128 // 16) * 16)
+        """A matrix of an expert in groups, on one device, with scales for 16, 32... groups. Of 64 or 32 outputs, two or
+        four parts of the inputs are side by side."""
+        parts = max(128 // outputs, 1)
+        groups = inputs // parts // self.group(inputs)
+        return outputs * parts * (inputs // parts + 2 * -(-groups // 16) * 16)
 
     def experts(self) -> int:
         fields = self.fields
@@ -67,10 +73,10 @@ class Hand:
         correction = 4 * experts if fields["topk_method"] == "noaux_tc" else 0
         router = 4 * hidden * experts + correction
         own = columns // self.tp
-        if self.blocks and own % 128 == 0:
+        if self.blocks:
             routed = experts * (2 * self.of_expert(hidden, own) + self.of_expert(own, hidden))
-        else:  # where a device would have a part of a group
-            routed = experts * self.gated(columns, widened=True)
+        else:
+            routed = experts * self.gated(columns)
         return router + routed + self.gated(fields["n_shared_experts"] * columns)
 
     def weights(self) -> int:

@@ -55,7 +55,7 @@ def float4(levels: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 def scales_of(packed: GroupedWeights) -> torch.Tensor:
     """The scale of each weight, float64 `[outputs, inputs]`."""
-    scales = torch.exp2(packed.scales.double() - 127) if packed.floats else packed.scales.double()
+    scales = torch.exp2(packed.scales.double() - 127) if packed.scales.dtype == NIBBLES else packed.scales.double()
     return scales.t().repeat_interleave(packed.group, 1)
 
 

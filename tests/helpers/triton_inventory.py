@@ -48,6 +48,7 @@ _SHORT_CHUNK = 16  # of one sequence: so few blocks that programs split their ke
 _LONGEST = 32_768
 _META = torch.device("meta")
 _MXFP4 = GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
+_NVFP4 = GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32)
 _INTEGERS = (KVForm(torch.int8, torch.bfloat16), KVForm(torch.int8, torch.int8))
 
 
@@ -475,6 +476,8 @@ def _group_products() -> Iterator[ShippedKernel]:
     for kind in kinds:
         for rows in (16, 32, 64, 1024):
             yield _group_product(torch.bfloat16, kind, rows, 4096, False)
+    for rows in (16, 64):
+        yield _group_product(torch.bfloat16, _NVFP4, rows, 4096, False)
     yield _group_product(torch.float16, _MXFP4, 16, 4096, False)
     with_zeros = GroupType(integers, 128, Scales.FLOAT16, zeros=True)
     for rows in (16, 64):

@@ -20,6 +20,7 @@ from helpers.gguf_blocks import EXACT_KINDS, KINDS
 
 from sglang_jax.checkpoint.encoding import BLOCKS, Encoding, Stored
 from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
+from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from sglang_jax.checkpoint.grouped_experts import MXFP4
 from sglang_jax.checkpoint.quantization import INT8_ROWS
 from sglang_jax.config import EngineConfig
@@ -36,6 +37,7 @@ from sglang_jax.jax_runner.xla_targets import register
 from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores
 
+NVFP4 = Encoding(GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32))
 Q4, Q8 = BLOCKS[BlockType.Q4_0], BLOCKS[BlockType.Q8_0]
 needs_units = pytest.mark.skipif(not vectors.supported(), reason="kernels need a processor with avx512_bf16")
 UNITS_HERE = [(number, dtype) for number, dtype in ((0, "bfloat16"), (2, "float32")) if UNITS[number].found()]
@@ -103,7 +105,9 @@ def test_a_product_is_batch_invariant_and_equals_torch_s(
     np.testing.assert_array_equal(other.float().numpy(), together.astype(jnp.dtype(dtype)).astype(np.float32))
 
 
-@pytest.mark.parametrize("encoding", [BLOCKS[BlockType.Q4_K], BLOCKS[BlockType.Q6_K], Q8, INT8_ROWS, Encoding(MXFP4)])
+@pytest.mark.parametrize(
+    "encoding", [BLOCKS[BlockType.Q4_K], BLOCKS[BlockType.Q6_K], Q8, INT8_ROWS, Encoding(MXFP4), NVFP4]
+)
 def test_one_of_several_matrices_has_the_product_of_all(encoding: Encoding) -> None:
     """Bit for bit, in its columns, wherever scales are for some blocks together, or for a row."""
     unit, dtype = (UNITS_HERE or [(3, "float32")])[0]

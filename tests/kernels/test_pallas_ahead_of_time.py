@@ -118,9 +118,13 @@ MORE_GROUPS = [
     GroupKernel(inputs=14336, outputs=4096, rows=2048, scales="float32"),
     GroupKernel(inputs=25600, outputs=5120, levels="int8", rows=512),
     GroupKernel(levels="float4", group=32),
+    GroupKernel(levels="int8", group=16),
     GroupKernel(rows=128, inputs=2048, outputs=768, experts=128),
     GroupKernel(rows=16, inputs=768, outputs=2048, zeros=True, experts=128),
     GroupKernel(rows=16, inputs=7168, outputs=512, levels="float8_e4m3fn", scales="float32", experts=32),
+    GroupKernel(rows=32, inputs=3584, outputs=128, levels="float8_e4m3fn", experts=256),
+    GroupKernel(rows=16, inputs=64, outputs=7168, group=64, levels="float8_e4m3fn", experts=256),
+    GroupKernel(rows=16, inputs=32, outputs=7168, group=32, levels="float8_e4m3fn", experts=256),
 ]
 
 

@@ -12,7 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 from sglang_jax.kernels import experts, group_product_pallas
-from sglang_jax.kernels.expert_groups_pallas import ExpertTiles, filled_up, multiply_experts_in_groups, rows_of_tile
+from sglang_jax.kernels.expert_groups_pallas import (
+    ExpertTiles,
+    filled_up,
+    folded,
+    folds_of,
+    multiply_experts_in_groups,
+    rows_of_tile,
+)
 from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
 
 multiply = jax.jit(partial(multiply_in_groups, interpret=True))
@@ -90,18 +97,28 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     weights = GroupedWeights(monstrous, jax.ShapeDtypeStruct((2**15, 128), jnp.bfloat16))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1048576 inputs do not fit into the vector memory of interpreter"):
         jax.eval_shape(multiply, jax.ShapeDtypeStruct((1, 2**20), jnp.bfloat16), weights)
-    odd = GroupedWeights(jnp.zeros((48, 128), jnp.int8), jnp.zeros((3, 128), jnp.bfloat16))
-    with pytest.raises(ValueError, match="groups have 16 inputs of 48: they must have a multiple of 32"):
+    odd = GroupedWeights(jnp.zeros((48, 128), jnp.int8), jnp.zeros((6, 128), jnp.bfloat16))
+    with pytest.raises(ValueError, match="groups have 8 inputs of 48: they must have a multiple of 16"):
         group_product_pallas.multiply_in_groups(jnp.zeros((1, 48), jnp.bfloat16), odd)
 
 
 @pytest.mark.parametrize(
-    ("rows", "levels"),
-    [(3, "int4"), (3, "float4"), (40, "int8"), (40, "float8_e4m3fn"), (300, "int4"), (300, "float4")],
+    ("rows", "levels", "outputs"),
+    [
+        (3, "int4", 300),
+        (3, "float4", 300),
+        (40, "int8", 300),
+        (40, "float8_e4m3fn", 40),
+        (300, "int4", 32),
+        (300, "float4", 300),
+    ],
 )
-def test_rows_are_multiplied_by_their_experts(rows: int, levels: str) -> None:
-    """Some experts have no rows, and some rows no expert. Scales, zeros or levels of another expert are noticed."""
-    count, inputs, outputs, zeros = 5, 128, 300, levels.startswith("int")
+def test_rows_are_multiplied_by_their_experts(rows: int, levels: str, outputs: int) -> None:
+    """Some experts have no rows, and some rows no expert. Scales, zeros or levels of another expert are noticed. Of few
+    outputs, parts of the inputs are side by side."""
+    count, inputs, zeros = 5, 128, levels.startswith("int")
+    folds = folds_of(inputs // 32, outputs)
+    assert folds == {300: 1, 40: 2, 32: 4}[outputs]
     random = np.random.default_rng(rows)
     stored = "int4" if levels == "float4" else levels
     found = [random_weights(inputs, outputs + number, 32, stored, "bfloat16", zeros) for number in range(count)]
@@ -118,7 +135,8 @@ def test_rows_are_multiplied_by_their_experts(rows: int, levels: str) -> None:
     def product(weights: GroupedWeights) -> jax.Array:
         tiles = ExpertTiles.of(jnp.asarray(own), sizes, of_tile)
         spread = x[tiles.spread(jnp.arange(rows), of_tile)]
-        found = multiply_experts_in_groups(spread, filled_up(weights), tiles, interpret=True)
+        stored = filled_up(folded(weights, folds))
+        found = multiply_experts_in_groups(spread, stored, tiles, folds=folds, interpret=True)
         return found[tiles.places, :outputs]
 
     expected = np.zeros((rows, outputs))
@@ -139,9 +157,9 @@ def test_experts_have_tiles_of_one_size_for_equal_results(monkeypatch: pytest.Mo
     """Where a fixed number of rows is asked for, whatever the step: without it, larger steps have larger tiles."""
     seen = []
 
-    def noted(x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles, *, interpret: bool) -> jax.Array:
+    def noted(x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles, *, folds: int, interpret: bool) -> jax.Array:
         seen.append(len(x) // len(tiles.experts))
-        return multiply_experts_in_groups(x, weights, tiles, interpret=interpret)
+        return multiply_experts_in_groups(x, weights, tiles, folds=folds, interpret=interpret)
 
     monkeypatch.setattr(experts, "multiply_experts_in_groups", noted)
     stacks = [jax.tree.map(lambda each: each[None], random_weights(64, 64, 32, "int4", "bfloat16", False)[0])] * 3

@@ -50,13 +50,14 @@ OUTPUTS = [(Axis.GATE_OR_UP, 2), (Axis.INTERMEDIATE, 24)]
         GroupType(Levels.INT8, 64, Scales.FLOAT32, zeros=True),
         GroupType(Levels.FLOAT8_E4M3, 128, Scales.FLOAT32),
         GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO),
+        GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32),
     ],
     ids=lambda kind: kind.value,
 )
 def test_packed_blocks_multiply_as_the_dequantised_matrix(kind: GroupType) -> None:
     """With axes of inputs and outputs in their places."""
     random = np.random.default_rng(0)
-    levels = random.integers(0, 16 if kind.levels is Levels.INT4 else 256, (48, 384)).astype(np.uint8)
+    levels = random.integers(0, 16 if kind.levels.bits == 4 else 256, (48, 384)).astype(np.uint8)
     if kind.levels is Levels.FLOAT8_E4M3:
         levels &= 0x7E  # finite numbers
     zeros = random.integers(3, 17, (48, 384 // kind.weights)).astype(np.uint8) if kind.zeros else None
@@ -85,14 +86,16 @@ def test_shapes_are_packed_as_arrays_are() -> None:
 
 def test_the_kernel_serves_whole_groups_on_each_device() -> None:
     kind = GroupType(Levels.INT4, 64, Scales.FLOAT16)
-    assert GroupProduct(kind, Parallelism(2)).serves([(Axis.INTERMEDIATE, 256)])
-    assert not GroupProduct(kind, Parallelism(2)).serves([(Axis.INTERMEDIATE, 192)])
-    assert GroupProduct(kind, Parallelism(2)).serves([(Axis.HIDDEN, 192)])  # of which each device has all
-    assert not GroupProduct(kind).serves([(Axis.HIDDEN, 96)])
-    assert GroupProduct(kind).serves([(Axis.CHANNELS, 256)])
-    assert not GroupProduct(kind, Parallelism(2)).serves([(Axis.CHANNELS, 256)])
-    assert not GroupProduct(kind).serves([(Axis.HIDDEN, 2**20)])  # in vector memory
-    assert group_product(Encoding(kind), Parallelism(2)) == GroupProduct(kind, Parallelism(2))
+    two = GroupProduct(kind, Parallelism(2))
+    assert two.for_inputs([(Axis.INTERMEDIATE, 256)]) == two
+    smaller = replace(two, kind=replace(kind, weights=32))  # where a device's part cuts groups
+    assert two.for_inputs([(Axis.INTERMEDIATE, 192)]) == smaller
+    assert two.for_inputs([(Axis.INTERMEDIATE, 128 + 32)]) is None
+    assert two.for_inputs([(Axis.HIDDEN, 192)]) == two  # of which each device has all
+    assert GroupProduct(kind).for_inputs([(Axis.CHANNELS, 256)]) is not None
+    assert two.for_inputs([(Axis.CHANNELS, 256)]) is None
+    assert GroupProduct(kind).for_inputs([(Axis.HIDDEN, 2**20)]) is None  # in vector memory
+    assert group_product(Encoding(kind), Parallelism(2)) == two
     assert group_product(Encoding(BlockType.Q4_1), ONE_DEVICE) is None
     with pytest.raises(ValueError, match="groups of floats have no zeros"):
         GroupType(Levels.FLOAT8_E4M3, 64, Scales.FLOAT32, zeros=True)
@@ -107,6 +110,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from helpers import grouped_checkpoints
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.paged_model import PagedModel
 from sglang_jax.jax_runner import weights
@@ -121,12 +125,27 @@ sequences = [np.random.default_rng(0).integers(0, 384, length) for length in (12
 steps = ({0: 10, 1: 20},)
 sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
 models = {
-    "qwen2": (Grouped.AWQ, GroupedMatrix, 4, {"num_key_value_heads": 2}),
-    "gpt_oss": (Grouped.MXFP4, GroupedExperts, 3, {"num_key_value_heads": 4}),
+    "qwen2": (Grouped.AWQ, 128, GroupedMatrix, {"num_key_value_heads": 2, "intermediate_size": 384}),
+    "gpt_oss": (Grouped.MXFP4, 32, GroupedExperts, {"num_key_value_heads": 4}),
+    "deepseek_v3": (
+        Grouped.FP8,
+        128,
+        GroupedExperts,
+        {"num_hidden_layers": 2, "hidden_size": 512, "moe_intermediate_size": 128, "v_head_dim": 32},
+    ),
 }
-for name, (kind, stored, count, further) in models.items():
+weights_of_groups = {  # in which a device's inputs are
+    ("qwen2", 2): [64, 64, 128, 128],
+    ("qwen2", 4): [32, 32, 128, 128],
+    ("gpt_oss", 2): [32] * 3,
+    ("gpt_oss", 4): [32] * 3,
+    ("deepseek_v3", 2): [64, 128, 128],
+    ("deepseek_v3", 4): [64, 128, 128],
+}
+for name, (kind, size, stored, further) in models.items():
     folder = Path(sys.argv[1]) / name
-    make_grouped_checkpoint(folder, name, kind, **further, **sizes)
+    grouped_checkpoints.SIZE = size
+    make_grouped_checkpoint(folder, name, kind, **{**sizes, **further})
     expected = PagedModel(folder, dtype="bfloat16").run(sequences, steps)
     # Of qwen2, four devices have copies of two kv heads. Experts lie on devices in two ways.
     for devices, parts, platform in ((2, 1, None), (4, 2, "tpu")):
@@ -137,7 +156,8 @@ for name, (kind, stored, count, further) in models.items():
         mesh = make_mesh(jax.devices()[:devices], expert=parts)
         model = PagedModel(folder, dtype="bfloat16", mesh=mesh, block_products=products, platform=platform)
         grouped = [each for _, each in nnx.iter_modules(model.model) if isinstance(each, stored)]
-        assert len(grouped) == count, (name, len(grouped))
+        found = sorted(each.product.kind.weights for each in grouped)
+        assert found == weights_of_groups[name, devices], (name, devices, found)
         for matrix in grouped:
             for array in matrix.arrays.values():
                 own = array.get_value()
@@ -151,7 +171,8 @@ for name, (kind, stored, count, further) in models.items():
 
 @pytest.mark.slow
 def test_models_in_groups_give_the_logits_of_widened_ones_on_any_number_of_devices(tmp_path: Path) -> None:
-    """With each device's share of every matrix. Activations are bfloat16, so roundings differ."""
+    """With each device's share of every matrix, which may cut the checkpoint's groups. Activations are bfloat16, so
+    roundings differ."""
     found = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path)],
         env=os.environ
@@ -168,10 +189,13 @@ def test_models_in_groups_give_the_logits_of_widened_ones_on_any_number_of_devic
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind"), [("gpt_oss", Grouped.MXFP4), ("qwen3_moe", Grouped.AWQ)], ids=["mxfp4", "awq"]
+    ("architecture", "kind"),
+    [("gpt_oss", Grouped.MXFP4), ("qwen3_moe", Grouped.AWQ), ("qwen3_moe", Grouped.CT_NVFP4)],
+    ids=["mxfp4", "awq", "nvfp4"],
 )
 def test_experts_in_groups_give_the_logits_of_widened_ones(architecture: str, kind: Grouped, tmp_path: Path) -> None:
-    """In steps of many rows and of few. Activations are bfloat16, so roundings differ."""
+    """In steps of many rows and of few. Activations are bfloat16, so roundings differ, and a token may choose other
+    experts."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 1}
     make_grouped_checkpoint(tmp_path, architecture, kind, **sizes)
 
@@ -183,7 +207,8 @@ def test_experts_in_groups_give_the_logits_of_widened_ones(architecture: str, ki
     model = PagedModel(tmp_path, dtype="bfloat16", block_products=products)
     assert sum(isinstance(each, GroupedExperts) for _, each in nnx.iter_modules(model.model)) == 3
     for logits, wanted in zip(model.run(prompts(), STEPS), expected, strict=True):
-        assert np.linalg.norm(logits - wanted) < 0.03 * np.linalg.norm(wanted)
+        errors = np.linalg.norm(logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+        assert np.quantile(errors, 0.8) < 0.03
 
 
 def test_gguf_files_in_groups_give_the_logits_of_widened_ones(tmp_path: Path) -> None:

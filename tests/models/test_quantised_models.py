@@ -171,7 +171,9 @@ def test_kernels_multiply_int8_matrices_by_rows_rounded_to_int8(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind"), [("gpt_oss", Grouped.MXFP4), ("qwen3_moe", Grouped.GPTQ_ZEROS)], ids=["mxfp4", "gptq"]
+    ("architecture", "kind"),
+    [("gpt_oss", Grouped.MXFP4), ("qwen3_moe", Grouped.GPTQ_ZEROS), ("qwen3_moe", Grouped.MODELOPT)],
+    ids=["mxfp4", "gptq", "nvfp4"],
 )
 def test_experts_stay_in_groups_on_a_cpu(architecture: str, kind: Grouped, tmp_path: Path) -> None:
     """Each expert's matrices are there once, for kernels; logits differ by what rounding activations costs. Without

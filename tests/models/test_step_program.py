@@ -236,6 +236,24 @@ def test_matrices_with_outputs_first_equal_the_checkpoints_and_give_the_same_num
         assert model.has_own_head is not tied
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_of_embeddings_has_whole_tiles_on_tpus(tied: bool) -> None:
+    """Rows are the same. One that is the head stays as it is, and so does each on other platforms."""
+    config = small_config(**FORM | {"tie_word_embeddings": tied, "num_layers": 1, "hidden_size": 160})
+    tokens = jnp.array([3, 0, config.vocab_size - 1])
+    for platform, width in (("tpu", 160 if tied else 256), ("gpu", 160)):
+        model = build_model(
+            config, dtype=jnp.dtype("bfloat16"), attention=AttentionImplementation.XLA, platform=platform
+        )
+        shapes = nnx.clone(model)
+        shapes.repack()
+        load_weights(model, DummyReader(config, seed=0), config, make_mesh(jax.devices()[:1]))
+        expected = model.embedding(tokens)
+        model.repack()
+        assert model.embedding.table.shape == shapes.embedding.table.shape == (config.vocab_size, width)
+        assert np.array_equal(model.embedding(tokens), expected)
+
+
 def test_repacked_matrices_hold_the_same_numbers() -> None:
     config = small_config(**FORM | {"attention_bias": True, "num_layers": 1})
     model = build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")

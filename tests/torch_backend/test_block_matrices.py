@@ -68,6 +68,7 @@ IN_GROUPS = [
     Encoding(GroupType(Levels.INT4, 128, Scales.BFLOAT16)),
     Encoding(GroupType(Levels.INT8, 32, Scales.FLOAT32, zeros=True)),
     Encoding(GroupType(Levels.FLOAT4_E2M1, 64, Scales.POWER_OF_TWO)),
+    Encoding(GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32)),
 ]
 needs_units = pytest.mark.skipif(not supported(), reason="kernels need a processor with avx512_bf16")
 

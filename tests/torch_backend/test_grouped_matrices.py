@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.gguf_blocks import GROUPS, make_gguf_in_groups, make_mixed_gguf
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.quantized_checkpoints import write_plain_twin
 from helpers.torch_paged_model import TorchPagedModel
+from helpers.torch_ranks import on_threads, thread_ranks
 from triton.errors import TritonError
 
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
@@ -33,6 +35,7 @@ KINDS = [
     )
 ]
 MXFP4 = GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
+NVFP4 = GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32)
 
 
 def blocks_of(kind: GroupType, outputs: int, groups: int) -> torch.Tensor:
@@ -50,15 +53,15 @@ def blocks_of(kind: GroupType, outputs: int, groups: int) -> torch.Tensor:
     return torch.from_numpy(kind.join(levels.view(dtype), scales, zeros.view(dtype) if kind.zeros else None))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, MXFP4], ids=lambda kind: f"{kind.value}")
+@pytest.mark.parametrize("kind", [*KINDS, MXFP4, NVFP4], ids=lambda kind: f"{kind.value}")
 def test_blocks_are_rearranged_without_a_change(kind: GroupType) -> None:
-    blocks = blocks_of(kind, 5, 3)
+    blocks = blocks_of(kind, 5, 4)
     exact = kind.unpack(blocks.numpy())
     numbers = torch.tensor([3, 0, 3], dtype=torch.int32)
     weights = pack_blocks(kind, blocks)
     offsets = 0 if exact.offsets is None else np.rint(exact.offsets / exact.scales)[..., None]
     levels = np.array(exact.table)[exact.levels] if exact.table else exact.levels
-    levels = levels.reshape(5, 3, -1).astype(np.float32) - exact.zero
+    levels = levels.reshape(5, 4, -1).astype(np.float32) - exact.zero
     expected = torch.from_numpy(((levels + offsets) * exact.scales[..., None]).reshape(5, -1))
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(weights.widened(dtype), expected.to(dtype))
@@ -77,6 +80,7 @@ ALL = ("qwen3", {"head_dim": 32, "intermediate_size": 96})
         (Grouped.AWQ, *ALL, 8),
         (Grouped.FP8, *ALL, 8),
         (Grouped.GPTQ_ORDER, *ALL, 0),
+        (Grouped.CT_NVFP4, *ALL, 8),
         (Grouped.INT4, "qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 32}, 8),
         (Grouped.MXFP4, "gpt_oss", {"hidden_size": 64, "intermediate_size": 96}, 4),  # of experts only
     ],
@@ -99,6 +103,42 @@ def test_a_model_computes_as_with_widened_matrices(
     steps = [{0: 16, 1: 4}, {0: 1, 1: 1}]
     for logits, wanted in zip(model.run(prompts, steps), plain.run(prompts, steps), strict=True):
         assert np.abs(logits - wanted).max() < 2e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "changes", "groups"),
+    [
+        (Grouped.AWQ, "qwen2", {"hidden_size": 128, "intermediate_size": 384}, {2: {128, 64}, 4: {128, 32}}),
+        (
+            Grouped.FP8,
+            "deepseek_v3",
+            {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128},
+            {2: {128, 64}, 4: {128, 64, 32}},
+        ),
+    ],
+)
+def test_parts_that_cut_groups_are_in_smaller_ones(
+    kind: Grouped,
+    architecture: str,
+    changes: dict[str, Any],
+    groups: dict[int, set[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank has 8 or 4 bits of its part of down matrices, and the scales of that part."""
+    monkeypatch.setattr("helpers.grouped_checkpoints.SIZE", 128)
+    changes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    weights = make_grouped_checkpoint(tmp_path / "a", architecture, kind, **changes)
+    prompts = [np.arange(first, last, dtype=np.int32) for first, last in ((3, 20), (40, 45))]
+    steps = [{0: 16, 1: 4}, {0: 1, 1: 1}]
+    plain = TorchPagedModel(write_plain_twin(tmp_path / "a", weights, tmp_path / "b")).run(prompts, steps)
+    for size, sizes in groups.items():
+        models = [TorchPagedModel(tmp_path / "a", keeps_groups=True, parallel=rank) for rank in thread_ranks(size)]
+        found = [each for each in models[0].model.modules() if isinstance(each, GroupedMatrix | GroupedExperts)]
+        assert {each.kind.weights for each in found} == sizes
+        of_first, *_ = on_threads([partial(model.run, prompts, steps) for model in models])
+        for logits, wanted in zip(of_first, plain, strict=True):
+            assert np.abs(logits - wanted).max() < 2e-4 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -16,6 +16,7 @@ from triton.runtime.errors import InterpreterError
 
 from torch_backend.kernels import group_product as module
 from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.group_layout import FLOAT4 as FLOATS
 from torch_backend.kernels.group_layout import GroupedWeights, pack_groups
 from torch_backend.kernels.group_product import group_product
 
@@ -53,6 +54,20 @@ def test_any_number_of_rows_and_any_shape(group: int, levels: torch.dtype, zeros
         stored = matrix(outputs, inputs, group, levels, zeros, scales)
         bias = numbers(1, outputs, dtype)[0] if rows in (3, 17) else None
         assert_right(numbers(rows, inputs, dtype), stored, bias)
+
+
+def test_floats_of_4_bits_have_scales_of_any_dtype() -> None:
+    """As NVFP4 has them, in float32, for groups of 16."""
+    random = torch.Generator().manual_seed(0)
+    for rows, outputs, inputs in ((1, 1, 16), (17, 70, 208), (3, 7, 1152), (200, 5, 128)):
+        levels = torch.randint(16, (outputs, inputs), generator=random).to(NIBBLES)
+        scales = 10.0 ** torch.randint(-3, 0, (outputs, inputs // 16), generator=random)
+        scales *= 1 + torch.rand(scales.shape, generator=random)
+        packed = pack_groups(levels, scales, None, 16, floats=True)
+        wide = torch.tensor(FLOATS).double()[levels.int()] * scales.double().repeat_interleave(16, 1)
+        assert torch.equal(packed.widened(torch.float32), wide.float())
+        dtype = torch.float16 if rows == 17 else torch.bfloat16
+        assert_right(numbers(rows, inputs, dtype), (wide, packed))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

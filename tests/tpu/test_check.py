@@ -270,8 +270,8 @@ def test_a_model_too_large_for_the_memory_is_refused(
 
 
 def test_weights_in_groups_are_counted_as_they_are_kept(tmp_path: Path) -> None:
-    """DeepSeek-V3 as it is published, in blocks of float8, of which those of experts are widened. And a model in groups
-    of 4 bits on a chip whose vector memory has no room for the inputs of a down matrix, which is widened."""
+    """DeepSeek-V3 as it is published, in blocks of float8, of whose experts each device has 64 columns. And a model in
+    groups of 4 bits on a chip whose vector memory has no room for the inputs of a down matrix, which is widened."""
     deepseek, qwen = (
         next(each for each in REPOSITORIES if each.name == name)
         for name in ("deepseek-ai/DeepSeek-V3", "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4")
@@ -279,7 +279,7 @@ def test_weights_in_groups_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     for number, repository in enumerate((deepseek, qwen)):
         repository.write_config(tmp_path / str(number))
     large, narrow = check_several(
-        ("--model", str(tmp_path / "0"), "--topology", "v6e:4x8", "--tp", "32", "--quick"),
+        ("--model", str(tmp_path / "0"), "--topology", "v5e:4x8", "--tp", "32", "--quick"),
         ("--model", str(tmp_path / "1"), "--topology", "v4-8", "--mem-fraction-static", "0.1", "--quick"),
     )
     blocks = Hand(deepseek.fields, 32, blocks=True).weights()

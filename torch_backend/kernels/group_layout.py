@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 GROUPS = (32, 64, 128)
-"""Numbers of weights in a group."""
+"""Numbers of weights in a group; groups of floats of 4 bits may have 16, too."""
 
 IN_WORD = 4
 """Levels of 4 bits in a word of 16 bits."""
@@ -121,8 +121,9 @@ def pack_groups(
     4 bits, with `floats` those of `FLOAT4`; `scales`, `zeros`: `[outputs, groups]`, see `GroupedWeights`. Raises
     `ValueError` for other shapes, dtypes and groups."""
     outputs, inputs = levels.shape
-    if group not in GROUPS or inputs % group:
-        raise ValueError(f"groups have {group} of {inputs} inputs; wanted are groups of {GROUPS} that divide inputs")
+    groups = (16, *GROUPS) if floats else GROUPS
+    if group not in groups or inputs % group:
+        raise ValueError(f"groups have {group} of {inputs} inputs; wanted are groups of {groups} that divide inputs")
     wanted = (outputs, inputs // group)
     if scales.shape != wanted or (zeros is not None and (zeros.shape != wanted or zeros.dtype != levels.dtype)):
         found = None if zeros is None else f"{zeros.dtype} {list(zeros.shape)}"

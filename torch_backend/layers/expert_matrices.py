@@ -257,7 +257,7 @@ def expert_matrices(
     """Creates the matrices of all experts without values, of the class for the encoding of their `parts`: in blocks if
     kernels serve all steps, in groups on a GPU, otherwise widened to the dtype of products when they are loaded. Plain
     ones stay in bfloat16 if kernels widen them in each product."""
-    encoding, matrices = options.encoding_of(*parts), options.block_matrices
+    encoding, matrices = options.encoding_of_part(shape[2], *parts), options.block_matrices
     if encoding is None:
         products = options.bfloat16_products(*parts)
         if products is None or shape[1] < products.least_outputs:

@@ -261,7 +261,8 @@ def matrix_for(
 def _matrix(
     inputs: int, outputs: Sequence[int], parts: Sequence[Part], options: PartOptions, *, bias: bool
 ) -> OneMatrix:
-    encoding, dtype, matrices, rows = options.encoding_of(*parts), options.dtype, options.block_matrices, sum(outputs)
+    dtype, matrices, rows = options.dtype, options.block_matrices, sum(outputs)
+    encoding = options.encoding_of_part(inputs, *parts)
     if encoding is None:
         return _plain(inputs, rows, parts, options, bias=bias)
     if matrices is None or not _serves(inputs, rows, parts, options):
@@ -277,8 +278,8 @@ def _matrix(
 
 def _serves(inputs: int, rows: int, parts: Sequence[Part], options: PartOptions) -> bool:
     """Whether a kernel multiplies all parts of a matrix, `rows` of `inputs` values, in one product."""
-    encoding, matrices = options.encoding_of(*parts), options.block_matrices
-    if encoding is None or matrices is None or inputs % (encoding.block or BLOCK):
+    encoding, matrices = options.encoding_of_part(inputs, *parts), options.block_matrices
+    if encoding is None or matrices is None or inputs % max(encoding.block or 0, BLOCK):
         return False
     gated = parts[0] is Part.GATE and len(parts) > 1
     any_rows = matrices.serves_all_rows and not gated

@@ -52,6 +52,11 @@ class PartOptions:
         found = {self.encodings(ParameterName(part, layer=self.layer)) for part in parts}
         return found.pop() if len(found) == 1 else None
 
+    def encoding_of_part(self, inputs: int, *parts: Part) -> Encoding | None:
+        """The same for the shard's part of the matrices, which has `inputs` columns: see `Encoding.for_inputs`."""
+        found = self.encoding_of(*parts)
+        return None if found is None else found.for_inputs(inputs)
+
     def bfloat16_products(self, *parts: Part) -> Bfloat16Products | None:
         """The products of a matrix of some parts, if it stays in bfloat16."""
         stay = self.bfloat16
