@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,6 +59,26 @@ _INPUTS_OF_A_ROW = 4
 _BFLOAT16, _FLOAT32 = jnp.bfloat16, jnp.float32
 
 
+_FLOAT4_CHIPS = (Chip.TPU7X,)
+"""Chips that convert floats of 4 bits."""
+
+
+class Float4(Enum):
+    """How int4 stands for a float of 4 bits (E2M1).
+
+    - `NUMBERS`: the sign and the number of one of 0, 1, 2, 3, 4, 6, 8 and 12, which is twice the float.
+    - `CODES`: the float's bits, for chips that convert them.
+    """
+
+    NUMBERS = "numbers"
+    CODES = "codes"
+
+    @classmethod
+    def of_target(cls) -> Float4:
+        """That of the chip for which programs are compiled."""
+        return cls.CODES if current_chip() in _FLOAT4_CHIPS else cls.NUMBERS
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GroupedWeights:
@@ -67,15 +88,14 @@ class GroupedWeights:
     - `scales`: `[groups, outputs]` in bfloat16 or float32; levels are multiplied in this dtype, and then rounded to
       bfloat16. A group is `inputs / groups` inputs, a multiple of 32.
     - `zeros`: int8 `[groups, outputs]`, for integer levels; None for zeros of 0.
-    - `float4`: levels stand for floats of 4 bits (E2M1): int4 with the sign and the number of one of 0, 1, 2, 3, 4, 6,
-      8 and 12, twice its value.
+    - `float4`: int4 levels stand for floats of 4 bits; None for integers. Scales of `NUMBERS` are half as large.
     - `own_group`: inputs that share a scale, if there are more rows of scales than groups.
     """
 
     levels: jax.Array
     scales: jax.Array
     zeros: jax.Array | None = None
-    float4: bool = field(default=False, metadata={"static": True})
+    float4: Float4 | None = field(default=None, metadata={"static": True})
     own_group: int = field(default=0, metadata={"static": True})
 
     @property
@@ -200,12 +220,14 @@ def columns_of(rows: int, weights: GroupedWeights) -> int | None:
 def scales_last(rows: int, weights: GroupedWeights) -> bool:
     """Whether a program of some rows multiplies levels as they are, in float8, and then the sums of each group by its
     scale. The matrix units of the target must take weights of float8 with rows of bfloat16."""
-    if weights.levels.dtype != jnp.int4 or weights.float4 or current_chip() not in _FLOAT8_CHIPS:
+    if weights.levels.dtype != jnp.int4 or weights.float4 is not None or current_chip() not in _FLOAT8_CHIPS:
         return False
     return weights.group % LANES == 0 and rows * _INPUTS_OF_A_ROW <= weights.group
 
 
-def multiply_columns(x: Ref, *rest: Ref, with_zeros: bool, float4: bool, group: int, scales_last: bool) -> None:
+def multiply_columns(
+    x: Ref, *rest: Ref, with_zeros: bool, float4: Float4 | None, group: int, scales_last: bool
+) -> None:
     """The program of a kernel. `rest`: sums of the inputs of each group, if there are zeros; arrays of the columns; and
     their product, which is written. `scales_last`: see the function."""
     *arrays, product = rest
@@ -215,7 +237,7 @@ def multiply_columns(x: Ref, *rest: Ref, with_zeros: bool, float4: bool, group: 
     product[...] = found if sums is None else found - _exactly(sums[...], weights.scaled_zeros())
 
 
-def _kernel_of_many_rows(x: Ref, *rest: Ref, with_zeros: bool, float4: bool, group: int) -> None:
+def _kernel_of_many_rows(x: Ref, *rest: Ref, with_zeros: bool, float4: Float4 | None, group: int) -> None:
     """The first program of some columns widens them."""
     if with_zeros:
         sums, *arrays, product, widened, zeros = rest
@@ -255,7 +277,7 @@ class _Columns:
     """Some columns of a matrix, in vector memory."""
 
     group: int
-    float4: bool
+    float4: Float4 | None
     levels: Ref
     scales: Ref
     zeros: Ref | None = None
@@ -308,9 +330,14 @@ class _Columns:
             depth = min(step, count - at)
             inputs = self._inputs(first, at, depth)
             own = scales[at // group : (at + depth) // group]
-            levels = self.levels[inputs].astype(own.dtype)
-            levels = (_of_float4(levels) if self.float4 else levels).reshape(depth // group, group, -1)
-            yield inputs, (levels * own[:, None]).astype(_BFLOAT16).reshape(depth, -1)
+            levels = self.levels[inputs]
+            if self.float4 is Float4.CODES:
+                levels = pltpu.bitcast(levels, jnp.float4_e2m1fn).astype(_BFLOAT16)
+            levels = levels.astype(own.dtype)
+            if self.float4 is Float4.NUMBERS:
+                levels = _of_numbers(levels)
+            scaled = levels.reshape(depth // group, group, -1) * own[:, None]
+            yield inputs, scaled.astype(_BFLOAT16).reshape(depth, -1)
 
     def _scales(self, first: Index, count: int) -> jax.Array:
         """Those of `count` inputs. Runs begin at whole tiles of scales: 4,096 inputs have 32 groups of 128."""
@@ -329,8 +356,8 @@ class _Columns:
         return self.scales[...].astype(_FLOAT32) * self.zeros[...].astype(_FLOAT32)
 
 
-def _of_float4(levels: jax.Array) -> jax.Array:
-    """See `GroupedWeights.float4`: numbers grow by 1 up to 4, by 2 up to 6, and then by 4."""
+def _of_numbers(levels: jax.Array) -> jax.Array:
+    """See `Float4.NUMBERS`: numbers grow by 1 up to 4, by 2 up to 6, and then by 4."""
     return 4 * levels - jnp.clip(levels, -4, 4) - 2 * jnp.clip(levels, -6, 6)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.kernels import expert_groups_pallas, experts, group_product_pallas
 from sglang_jax.kernels.expert_groups_pallas import ExpertTiles, filled_up, multiply_experts_in_groups, rows_of_tile
-from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
+from sglang_jax.kernels.group_product_pallas import Float4, GroupedWeights, multiply_in_groups
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip
 
 multiply = jax.jit(partial(multiply_in_groups, interpret=True))
@@ -160,7 +160,7 @@ def test_rows_are_multiplied_by_their_experts(rows: int, levels: str) -> None:
     found = [random_weights(inputs, outputs + number, 32, stored, "bfloat16", zeros) for number in range(count)]
     parts = [jax.tree.map(lambda each: each[:, :outputs], weights) for weights, *_ in found]
     if levels == "float4":
-        parts = [replace(each, levels=jnp.clip(each.levels, -7, 7), float4=True) for each in parts]
+        parts = [replace(each, levels=jnp.clip(each.levels, -7, 7), float4=Float4.NUMBERS) for each in parts]
     weights = jax.tree.map(lambda *each: jnp.stack(each), *parts)
     own = np.sort(random.choice([0, 1, 3, count], rows))  # padding is behind all
     sizes = jnp.asarray(np.bincount(own, minlength=count + 1)[:count], jnp.int32)
