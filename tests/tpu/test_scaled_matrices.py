@@ -46,7 +46,7 @@ def array(dtype, *shape):
 
 matrices = [array(jnp.float8_e4m3fn, 64, 32, 512)] * 3
 scales = [array(jnp.float32, 64, width) for width in (32, 32, 512)]
-weights = ExpertWeights(*matrices, None, None, *scales)
+weights = ExpertWeights(*matrices, None, None, None, *scales)
 choice = ExpertChoice(array(jnp.int32, 32, 8), array(jnp.float32, 32, 8))
 multiply = jax.jit(lambda *given: multiply_experts(ExpertProducts.ALL, *given, lambda gate, up: jax.nn.silu(gate) * up))
 print("PROGRAM", multiply.lower(array(jnp.bfloat16, 32, 512), weights, choice).compile().as_text())
