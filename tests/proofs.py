@@ -153,6 +153,7 @@ PROOFS = (
     smoke("gpu_kernel_sass", "--chips 90", TRITON),
     smoke("tpu_expert_estimate", "--layer qwen3-30b-a3b:v6e:4:8", TPU),
     smoke("tpu_kernel_estimate", "--chips v6e --models llama-8b --pages 64", TPU),
+    smoke("tpu_rounding_estimate", "--chips v6e --rows 64 --matrices 512x1024", TPU),
     smoke("tpu_sampler_estimate", "--chips v6e --lines 16", TPU),
     smoke("tpu_state_estimate", "--chips v6e", TPU),
     smoke("tpu_step_estimate", "--step qwen3-8b:v6e-4:4:64:1536", TPU),

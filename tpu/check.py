@@ -31,6 +31,7 @@ from sglang_jax.config import (
     KVCacheDtype,
     LoadFormat,
     SpeculativeAlgorithm,
+    TpuActivations,
     WeightQuantization,
 )
 from sglang_jax.errors import ConfigError
@@ -93,6 +94,13 @@ DOES_NOT_FIT = 1
     show_default=True,
     type=click.Choice([kind.value for kind in WeightQuantization]),
     help="dtype of the matrices of layers; auto: as the checkpoint stores them",
+)
+@click.option(
+    "--tpu-activations",
+    default=TpuActivations.AUTO.value,
+    show_default=True,
+    type=click.Choice([kind.value for kind in TpuActivations]),
+    help="activations in products with 8-bit matrices; auto: the server's choice",
 )
 @click.option(
     "--kv-cache-dtype",

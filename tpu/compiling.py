@@ -35,6 +35,7 @@ from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.kv_scales import calibration_inputs, calibration_program
 from sglang_jax.jax_runner.model_programs import programs_of, replicated_shapes
 from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.jax_runner.rounding import describe_rounding, rounding_of
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
@@ -144,6 +145,8 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])
     kv_dtype = kv_dtype_of(options, dtype)
+    rounding = rounding_of(options, mesh.devices.flat[0], dtype)
+    describe_rounding(options, request.model, request.encodings.get, rounding)
     # What fits into vector memory depends on the chip, which kernels read from the context.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         model = build_model(
@@ -154,6 +157,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
             kv_dtype=kv_dtype,
             encodings=request.encodings.get,
             block_products=group_products(options, dtype, num_shards),
+            min_rounded_rows=rounding,
             num_shards=num_shards,
         )
     states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm

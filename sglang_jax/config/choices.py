@@ -56,6 +56,14 @@ class CpuActivations(Choice):
     INT8 = "int8"
 
 
+class TpuActivations(Choice):
+    """The form of activations in products with 8-bit matrices, in steps of many tokens on a TPU."""
+
+    AUTO = "auto"
+    EXACT = "exact"
+    ROUNDED = "rounded"
+
+
 class LoadFormat(Choice):
     AUTO = "auto"
     SAFETENSORS = "safetensors"

@@ -27,6 +27,7 @@ from sglang_jax.config.choices import (
     SamplingDefaults,
     SchedulePolicy,
     SpeculativeAlgorithm,
+    TpuActivations,
     Warmup,
     WeightQuantization,
     chosen_passes,
@@ -112,6 +113,12 @@ class EngineConfig(BaseModel):
         description="activations in products with GGUF's quantised matrices, or int8 ones, on a CPU: exact: as they "
         "are; int8: rounded to int8 with a scale for 32 of them, and the matrices stay quantised, which is faster and "
         "takes less memory; auto: int8, but exact with dtype float32 or equal results",
+    )
+    tpu_activations: TpuActivations = Field(
+        TpuActivations.AUTO,
+        description="activations in products with 8-bit matrices that have a scale per row, in steps of many tokens "
+        "on a TPU: exact: as they are; rounded: rounded to the matrix's type with a scale per token, which is faster; "
+        "auto: rounded if the checkpoint or quantization fp8 says so, but exact with dtype float32 or equal results",
     )
     backend: Backend = Field(
         Backend.AUTO,

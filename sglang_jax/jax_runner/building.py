@@ -28,6 +28,7 @@ from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
 from sglang_jax.jax_runner.model_programs import parameters
 from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.jax_runner.rounding import describe_rounding, rounding_of
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention, CpuAttentions, no_cpu_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
@@ -35,6 +36,7 @@ from sglang_jax.layers.attention import Attention
 from sglang_jax.layers.block_matrix import BLOCK_AXES, BlockProducts, no_blocks
 from sglang_jax.layers.grouped_matrix import group_product
 from sglang_jax.layers.parameter import Parameter
+from sglang_jax.layers.rounded_rows import MinRoundedRows
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import (
     AttentionImplementation,
@@ -145,6 +147,8 @@ class JaxBackend:
     def build(self, models: Models) -> UnloadedModel:
         parallel = TensorParallel.of(models.main.config, Parallelism.of(self.config), self.num_shards)
         build = self._builder(parallel, models.main, models.quantization, self.kv_dtype)
+        encodings = encodings_of(models.main, models.quantization)
+        describe_rounding(self.config, models.main.config, encodings, self._rounding)
         products = _block_products(self.config, models.main, build, self.devices[0], self.dtype, self.num_shards)
         if products is no_blocks:
             needed = "a TPU and bfloat16, or one CPU device with numba and activations rounded to int8"
@@ -156,6 +160,10 @@ class JaxBackend:
         parallel = TensorParallel.of(draft.config, Parallelism.of(self.config))
         build = self._builder(parallel, draft, None, self.dtype)
         return UnloadedModel(draft, None, parallel, self.dtype, build, build())
+
+    @property
+    def _rounding(self) -> MinRoundedRows:
+        return rounding_of(self.config, self.devices[0], self.dtype)
 
     def _builder(
         self, parallel: TensorParallel, checkpoint: Checkpoint, quantization: Quantization | None, kv_dtype: jnp.dtype
@@ -169,6 +177,7 @@ class JaxBackend:
             kv_dtype=kv_dtype,
             cpu_attention=_cpu_attentions(self.config, parallel, self.devices[0], kv_dtype),
             encodings=encodings_of(checkpoint, quantization),
+            min_rounded_rows=self._rounding,
             num_shards=parallel.num_shards,
         )
 

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sglang_jax.kernels.group_product_pallas import ROWS, GroupedWeights, Ref, columns_of, multiply_columns, stored_bits
+from sglang_jax.kernels.group_product_pallas import (
+    ROWS,
+    GroupedWeights,
+    Ref,
+    columns_of,
+    multiply_columns,
+    scales_last,
+    stored_bits,
+)
 from sglang_jax.kernels.kv_storage import LANES
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, current_chip
 
@@ -101,7 +110,13 @@ def _multiply(x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles, interpr
 
     read = sum(each.size * stored_bits(each) // 8 for each in weights.arrays) // weights.scales.shape[0]
     return pl.pallas_call(
-        partial(_kernel, with_zeros=weights.zeros is not None, float4=weights.float4, group=weights.group),
+        partial(
+            _kernel,
+            with_zeros=weights.zeros is not None,
+            float4=weights.float4,
+            group=weights.group,
+            scales_last=scales_last(rows, weights),
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(pl.cdiv(outputs, columns), count),
@@ -167,7 +182,9 @@ def filled_up(weights: GroupedWeights) -> GroupedWeights:
     )
 
 
-def _kernel(experts: Ref, used: Ref, x: Ref, *rest: Ref, with_zeros: bool, float4: bool, group: int) -> None:
+def _kernel(experts: Ref, used: Ref, x: Ref, *rest: Ref, **options: Any) -> None:
+    """`options`: of `multiply_columns`."""
+
     @pl.when(pl.program_id(1) < used[0])
     def _() -> None:
-        multiply_columns(x, *rest, with_zeros=with_zeros, float4=float4, group=group)
+        multiply_columns(x, *rest, **options)

@@ -2,14 +2,16 @@
 
 A program takes some columns with all inputs, so weights are read once for up to `ROWS` rows, as many as a TPU
 multiplies while it reads them. A step of more rows widens a program's columns once and keeps them for all its rows.
-Weights are multiplied by their scales before the product, which then sums all inputs in the matrix units. Zeros are
-subtracted afterwards: the sum of a group's inputs, times its scale and zero.
+Weights are multiplied by their scales before the product, which then sums all inputs in the matrix units; with few rows
+on some chips, the sums of groups are multiplied by them afterwards (`scales_last`). Zeros are subtracted in the end:
+the sum of a group's inputs, times its scale and zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sglang_jax.kernels.kv_storage import LANES
-from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import MIB, VMEM_LIMITS, current_chip
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import MIB, VMEM_LIMITS, Chip, current_chip
 
 Ref = Any
 """A Pallas reference to memory; its type is not public."""
@@ -50,7 +52,33 @@ _INPUTS_OF_MANY_ROWS = 1024
 _DEPTH = 256
 """Inputs of a matrix unit."""
 
+_FLOAT8_CHIPS = (Chip.TPU7X,)
+"""Chips whose matrix units take weights of float8 with rows of bfloat16, and load these in half the time. Their product
+cannot scale them: sums of each group leave the units, a register in each cycle."""
+_INPUTS_OF_A_ROW = 4
+"""Inputs of a group, at least, for each row: with fewer, sums leave the units for longer than weights are loaded."""
+
 _BFLOAT16, _FLOAT32 = jnp.bfloat16, jnp.float32
+
+
+_FLOAT4_CHIPS = (Chip.TPU7X,)
+"""Chips that convert floats of 4 bits."""
+
+
+class Float4(Enum):
+    """How int4 stands for a float of 4 bits (E2M1).
+
+    - `NUMBERS`: the sign and the number of one of 0, 1, 2, 3, 4, 6, 8 and 12, which is twice the float.
+    - `CODES`: the float's bits, for chips that convert them.
+    """
+
+    NUMBERS = "numbers"
+    CODES = "codes"
+
+    @classmethod
+    def of_target(cls) -> Float4:
+        """That of the chip for which programs are compiled."""
+        return cls.CODES if current_chip() in _FLOAT4_CHIPS else cls.NUMBERS
 
 
 @jax.tree_util.register_dataclass
@@ -62,15 +90,14 @@ class GroupedWeights:
     - `scales`: `[groups, outputs]` in bfloat16 or float32; levels are multiplied in this dtype, and then rounded to
       bfloat16. A group is `inputs / groups` inputs, a multiple of 16.
     - `zeros`: int8 `[groups, outputs]`, for integer levels; None for zeros of 0.
-    - `float4`: levels stand for floats of 4 bits (E2M1): int4 with the sign and the number of one of 0, 1, 2, 3, 4, 6,
-      8 and 12, twice its value.
+    - `float4`: int4 levels stand for floats of 4 bits; None for integers. Scales of `NUMBERS` are half as large.
     - `own_group`: inputs that share a scale, if there are more rows of scales than groups.
     """
 
     levels: jax.Array
     scales: jax.Array
     zeros: jax.Array | None = None
-    float4: bool = field(default=False, metadata={"static": True})
+    float4: Float4 | None = field(default=None, metadata={"static": True})
     own_group: int = field(default=0, metadata={"static": True})
 
     @property
@@ -110,9 +137,10 @@ def multiply_in_groups(x: jax.Array, weights: GroupedWeights, *, interpret: bool
     if weights.zeros is not None:
         of_rows.append(x.astype(_FLOAT32).reshape(rows, groups, -1).sum(2))
         kept.append(pltpu.VMEM((groups, plan.columns), _FLOAT32))
+    few = partial(multiply_columns, scales_last=scales_last(plan.rows, weights))
     return pl.pallas_call(
         partial(
-            _kernel_of_many_rows if plan.many else multiply_columns,
+            _kernel_of_many_rows if plan.many else few,
             with_zeros=weights.zeros is not None,
             float4=weights.float4,
             group=weights.group,
@@ -192,19 +220,27 @@ def columns_of(rows: int, weights: GroupedWeights) -> int | None:
     return min(outputs, min(fitting, key=lambda width: pl.cdiv(outputs, width) * (width + _COLUMNS_OF_A_START)))
 
 
-def multiply_columns(x: Ref, *rest: Ref, with_zeros: bool, float4: bool, group: int) -> None:
+def scales_last(rows: int, weights: GroupedWeights) -> bool:
+    """Whether a program of some rows multiplies levels as they are, in float8, and then the sums of each group by its
+    scale. The matrix units of the target must take weights of float8 with rows of bfloat16."""
+    if weights.levels.dtype != jnp.int4 or weights.float4 is not None or current_chip() not in _FLOAT8_CHIPS:
+        return False
+    return weights.group % LANES == 0 and rows * _INPUTS_OF_A_ROW <= weights.group
+
+
+def multiply_columns(
+    x: Ref, *rest: Ref, with_zeros: bool, float4: Float4 | None, group: int, scales_last: bool
+) -> None:
     """The program of a kernel. `rest`: sums of the inputs of each group, if there are zeros; arrays of the columns; and
-    their product, which is written."""
+    their product, which is written. `scales_last`: see the function."""
     *arrays, product = rest
-    if not with_zeros:
-        product[...] = _Columns(group, float4, *arrays).multiply(x)
-        return
-    sums, *arrays = arrays
+    sums = arrays.pop(0) if with_zeros else None
     weights = _Columns(group, float4, *arrays)
-    product[...] = weights.multiply(x) - _exactly(sums[...], weights.scaled_zeros())
+    found = weights.multiply_levels(x) if scales_last else weights.multiply(x)
+    product[...] = found if sums is None else found - _exactly(sums[...], weights.scaled_zeros())
 
 
-def _kernel_of_many_rows(x: Ref, *rest: Ref, with_zeros: bool, float4: bool, group: int) -> None:
+def _kernel_of_many_rows(x: Ref, *rest: Ref, with_zeros: bool, float4: Float4 | None, group: int) -> None:
     """The first program of some columns widens them."""
     if with_zeros:
         sums, *arrays, product, widened, zeros = rest
@@ -244,7 +280,7 @@ class _Columns:
     """Some columns of a matrix, in vector memory."""
 
     group: int
-    float4: bool
+    float4: Float4 | None
     levels: Ref
     scales: Ref
     zeros: Ref | None = None
@@ -258,9 +294,22 @@ class _Columns:
         """Columns of the product, float32."""
 
         def add(first: Index, count: int, product: jax.Array) -> jax.Array:
-            for at, depth, weights in self._pieces(first, count):
-                own = x[:, pl.ds(at, depth)]
-                product = product + jnp.dot(own, weights, preferred_element_type=_FLOAT32)
+            for own, weights in self._pieces(first, count):
+                product = product + jnp.dot(x[:, own], weights, preferred_element_type=_FLOAT32)
+            return product
+
+        return _in_runs(self.inputs, _INPUTS, add, jnp.zeros((x.shape[0], self.levels.shape[1]), _FLOAT32))
+
+    def multiply_levels(self, x: Ref) -> jax.Array:
+        """The same, by levels of float8, with scales afterwards."""
+
+        def add(first: Index, count: int, product: jax.Array) -> jax.Array:
+            scales = self._scales(first, count).astype(_FLOAT32)
+            for number in range(count // self.group):
+                own = self._inputs(first, number * self.group, self.group)
+                levels = self.levels[own].astype(jnp.float8_e4m3fn)
+                sums = jnp.dot(x[:, own], levels, preferred_element_type=_FLOAT32)
+                product = product + sums * scales[number]
             return product
 
         return _in_runs(self.inputs, _INPUTS, add, jnp.zeros((x.shape[0], self.levels.shape[1]), _FLOAT32))
@@ -269,27 +318,40 @@ class _Columns:
         """Writes all weights."""
 
         def write(first: Index, count: int, nothing: int) -> int:
-            for at, depth, weights in self._pieces(first, count):
-                widened[pl.ds(at, depth)] = weights
+            for own, weights in self._pieces(first, count):
+                widened[own] = weights
             return nothing
 
         _in_runs(self.inputs, _INPUTS, write, 0)
 
-    def _pieces(self, first: Index, count: int) -> Iterator[tuple[Index, int, jax.Array]]:
-        """Widened weights of `count` inputs, as many at a time as a matrix unit has: where they are, how many, and
-        bfloat16 `[inputs, columns]`."""
-        group = self.group
-        # Runs begin at whole tiles of scales: 4,096 inputs have 32 groups of 128.
-        begin = first // group if isinstance(first, int) else pl.multiple_of(first // group, _INPUTS // group)
-        scales = self.scales[pl.ds(begin, count // group)]
+    def _pieces(self, first: Index, count: int) -> Iterator[tuple[pl.Slice, jax.Array]]:
+        """Widened weights of `count` inputs, as many at a time as a matrix unit has: where they are, and bfloat16
+        `[inputs, columns]`."""
+        group, scales = self.group, self._scales(first, count)
         step = max(_DEPTH, group) // group * group
         for at in range(0, count, step):
             depth = min(step, count - at)
-            start = first + at if isinstance(first, int) else pl.multiple_of(first + at, LANES)
+            inputs = self._inputs(first, at, depth)
             own = scales[at // group : (at + depth) // group]
-            levels = self.levels[pl.ds(start, depth)].astype(own.dtype)
-            levels = (_of_float4(levels) if self.float4 else levels).reshape(depth // group, group, -1)
-            yield start, depth, (levels * own[:, None]).astype(_BFLOAT16).reshape(depth, -1)
+            levels = self.levels[inputs]
+            if self.float4 is Float4.CODES:
+                levels = pltpu.bitcast(levels, jnp.float4_e2m1fn).astype(_BFLOAT16)
+            levels = levels.astype(own.dtype)
+            if self.float4 is Float4.NUMBERS:
+                levels = _of_numbers(levels)
+            scaled = levels.reshape(depth // group, group, -1) * own[:, None]
+            yield inputs, scaled.astype(_BFLOAT16).reshape(depth, -1)
+
+    def _scales(self, first: Index, count: int) -> jax.Array:
+        """Those of `count` inputs. Runs begin at whole tiles of scales: 4,096 inputs have 32 groups of 128."""
+        group = self.group
+        begin = first // group if isinstance(first, int) else pl.multiple_of(first // group, _INPUTS // group)
+        found: jax.Array = self.scales[pl.ds(begin, count // group)]
+        return found
+
+    def _inputs(self, first: Index, at: int, count: int) -> pl.Slice:
+        """Those of a run behind its first `at`."""
+        return pl.ds(first + at if isinstance(first, int) else pl.multiple_of(first + at, LANES), count)
 
     def scaled_zeros(self) -> jax.Array:
         """`scale * zero`, float32 `[groups, columns]`."""
@@ -297,8 +359,8 @@ class _Columns:
         return self.scales[...].astype(_FLOAT32) * self.zeros[...].astype(_FLOAT32)
 
 
-def _of_float4(levels: jax.Array) -> jax.Array:
-    """See `GroupedWeights.float4`: numbers grow by 1 up to 4, by 2 up to 6, and then by 4."""
+def _of_numbers(levels: jax.Array) -> jax.Array:
+    """See `Float4.NUMBERS`: numbers grow by 1 up to 4, by 2 up to 6, and then by 4."""
     return 4 * levels - jnp.clip(levels, -4, 4) - 2 * jnp.clip(levels, -6, 6)
 
 

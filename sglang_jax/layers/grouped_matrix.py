@@ -19,7 +19,7 @@ from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.group_blocks import OF_NVFP4, GroupType, Levels, groups_of
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.kernels.expert_groups_pallas import filled_up, folded, folds_of
-from sglang_jax.kernels.group_product_pallas import GroupedWeights, fits, multiply_in_groups
+from sglang_jax.kernels.group_product_pallas import Float4, GroupedWeights, fits, multiply_in_groups
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import MESH_AXIS, TENSOR, automatic_mesh, partition_spec
 
@@ -42,11 +42,12 @@ def levels_in_memory(kind: GroupType) -> jnp.dtype:
 @dataclass(frozen=True, slots=True)
 class GroupProduct:
     """The TPU kernel of products with matrices in groups of one `kind`, sharded `over` devices. `interpret`: for tests
-    without a TPU."""
+    without a TPU. `float4`: how floats of 4 bits are kept."""
 
     kind: GroupType
     over: Parallelism = ONE_DEVICE
     interpret: bool = False
+    float4: Float4 = Float4.NUMBERS
 
     @property
     def serves_all_rows(self) -> bool:
@@ -69,9 +70,9 @@ class GroupProduct:
 
 
 def group_product(encoding: Encoding, over: Parallelism) -> GroupProduct | None:
-    """The kernel of an encoding; None for matrices that are not in groups."""
+    """The kernel of an encoding, for the chip for which programs are compiled; None for matrices without groups."""
     kind = groups_of(encoding.values)
-    return None if kind is None else GroupProduct(kind, over)
+    return None if kind is None else GroupProduct(kind, over, float4=Float4.of_target())
 
 
 class GroupedMatrix(nnx.Module):
@@ -95,13 +96,13 @@ class GroupedMatrix(nnx.Module):
 
     def pack(self) -> None:
         """Changes the loaded array, or its shape, to those that the kernel reads."""
-        pack = partial(packed_groups, self.product.kind)
+        pack = partial(packed_groups, self.product.kind, float4=self.product.float4)
         self.arrays = _packed(self.arrays["values"], pack, self.axes, self.product.over)
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """`x [T, *in]` → float32 `[T, *out]`; see `Matrix`."""
         x = x.reshape(len(x), -1).astype(jnp.bfloat16)
-        weights = _weights(self.product.kind, self.arrays)
+        weights = _weights(self.product, self.arrays)
         mesh = automatic_mesh()
         if mesh is None:
             return self._product(x, weights)
@@ -148,13 +149,13 @@ class GroupedExperts(nnx.Module):
 
     def pack(self) -> None:
         """See `GroupedMatrix.pack`."""
-        pack = jax.vmap(partial(packed_groups, self.product.kind))
+        pack = jax.vmap(partial(packed_groups, self.product.kind, float4=self.product.float4))
         of_device = lambda blocks: filled_up(folded(pack(blocks), self.folds))  # noqa: E731
         self.arrays = _packed(self.arrays["values"], of_device, self.axes, self.product.over)
 
     def weights(self) -> GroupedWeights:
         """See `kernels.experts.ExpertGroups`."""
-        return replace(_weights(self.product.kind, self.arrays), own_group=self.product.kind.weights)
+        return replace(_weights(self.product, self.arrays), own_group=self.product.kind.weights)
 
 
 def _packed(
@@ -184,45 +185,53 @@ def _on_all(shape: Sequence[int], axes: Sequence[Axis], over: Parallelism) -> tu
     return tuple(length * over.parts(axis) for length, axis in zip(shape, axes, strict=True))
 
 
-def _weights(kind: GroupType, arrays: nnx.Dict) -> GroupedWeights:
+def _weights(product: GroupProduct, arrays: nnx.Dict) -> GroupedWeights:
     own = {name: array[...] for name, array in arrays.items()}
-    return GroupedWeights(**own, float4=_numbered(kind))
+    return GroupedWeights(**own, float4=_kept(product.kind, product.float4))
 
 
-def _numbered(kind: GroupType) -> bool:
-    """Whether levels are as `GroupedWeights.float4` has them."""
-    return kind.levels is Levels.FLOAT4_E2M1 and levels_in_memory(kind) == jnp.int4
+def _kept(kind: GroupType, float4: Float4) -> Float4 | None:
+    """How levels in memory stand for floats of 4 bits; None if they are numbers."""
+    return float4 if kind.levels is Levels.FLOAT4_E2M1 and levels_in_memory(kind) == jnp.int4 else None
 
 
 def _sharded(sizes: Sizes) -> bool:
     return any(MESH_AXIS[axis] for axis, _ in sizes)
 
 
-def packed_groups(kind: GroupType, blocks: jax.Array) -> GroupedWeights:
+def packed_groups(kind: GroupType, blocks: jax.Array, *, float4: Float4 = Float4.NUMBERS) -> GroupedWeights:
     """The weights of blocks `[*out, blocks, bytes]`. Levels and zeros of 4 bits become signed: integers are 8 less, and
-    floats as `GroupedWeights.float4` has them; see `levels_in_memory`."""
+    floats as `float4` says; see `levels_in_memory`."""
     blocks = blocks.reshape(-1, *blocks.shape[-2:])
     levels, zeros = blocks[..., kind.level_places], blocks[..., -1] if kind.zeros else None
     of_bytes = jax.lax.bitcast_convert_type(blocks[..., kind.scale_places], jnp.dtype(kind.scales.dtype))
     scales = of_bytes.reshape(blocks.shape[:2]).astype(jnp.bfloat16)
-    float4 = kind.levels is Levels.FLOAT4_E2M1
+    kept = _kept(kind, float4)
     if kind.levels.bits == 4:
         levels = jnp.concatenate((levels & 15, levels >> 4), axis=-1)
-        levels = _sign_and_number(levels) if float4 else _signed(levels)
-        if float4 and not _numbered(kind):
-            levels = jnp.sign(levels) * jnp.array(_TWICE_FLOAT4, jnp.int8)[jnp.abs(levels)]
+        if kind.levels is not Levels.FLOAT4_E2M1:
+            levels = _signed(levels)
+        elif kept is Float4.CODES:
+            levels = _with_sign_bit(levels)
+        else:
+            levels, scales = _sign_and_number(levels), scales / 2
+            if kept is None:
+                levels = jnp.sign(levels) * jnp.array(_TWICE_FLOAT4, jnp.int8)[jnp.abs(levels)]
         zeros = None if zeros is None else _signed(zeros)
-        scales = scales / 2 if float4 else scales
     else:
         levels = jax.lax.bitcast_convert_type(levels, jnp.dtype(kind.levels.dtype))
         zeros = None if zeros is None else jax.lax.bitcast_convert_type(zeros, jnp.int8)
     matrix = levels.reshape(len(levels), -1).T.astype(levels_in_memory(kind))
-    return GroupedWeights(matrix, scales.T, None if zeros is None else zeros.T, _numbered(kind))
+    return GroupedWeights(matrix, scales.T, None if zeros is None else zeros.T, kept)
 
 
 def _sign_and_number(levels: jax.Array) -> jax.Array:
     number = (levels & 7).astype(jnp.int8)
     return jnp.where(levels >= 8, -number, number)
+
+
+def _with_sign_bit(levels: jax.Array) -> jax.Array:
+    return (levels.astype(jnp.int8) ^ 8) - 8
 
 
 def _signed(levels: jax.Array) -> jax.Array:

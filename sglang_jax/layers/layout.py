@@ -29,8 +29,8 @@ class Layout(Protocol):
         ...
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """`x [T, *in]` times a kernel in this layout → float32 `[T, *out]`, or the same with merged output axes.
-        `of_outputs`: see `matmul_outputs_first`."""
+        """`x [T, *in]` times a kernel in this layout → float32 `[T, *out]`, or int32 of int8. Output axes may be
+        merged. `of_outputs`: see `matmul_outputs_first`."""
         ...
 
 

@@ -21,6 +21,7 @@ from sglang_jax.layers.grouped_matrix import GroupedMatrix, GroupProduct
 from sglang_jax.layers.layout import InOutLayout, Layout
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.part import PartOptions
+from sglang_jax.layers.rounded_rows import round_rows
 from sglang_jax.layers.sharding import TENSOR, automatic_mesh, partition_spec
 
 
@@ -62,18 +63,26 @@ class PlainMatrix(nnx.Module):
 
 class ScaledMatrix(nnx.Module):
     """8-bit values `[*in, *out]`, int8 or float8, and a scale per output. Products widen the values to their dtype,
-    which is exact, and multiply float32 sums by the scale."""
+    which is exact, and multiply float32 sums by the scale. In steps of many rows, they round the rows to the type of
+    the values instead, each with a scale; each of several devices rounds its own inputs."""
 
     def __init__(
-        self, encoding: Encoding, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype
+        self,
+        encoding: Encoding,
+        inputs: Sizes,
+        outputs: Sizes,
+        parts: Sequence[Part],
+        dtype: jnp.dtype,
+        min_rounded_rows: int | None = None,
     ) -> None:
-        """A matrix without values. `dtype`: of products."""
+        """A matrix without values. `dtype`: of products. `min_rounded_rows`: of a step that rounds its rows; None if
+        none does."""
         values = jnp.dtype(encoding.values.value)
         self.values = parameter([*inputs, *outputs], values, *parts, role=Role.VALUES)
         self.scales = parameter(outputs, jnp.dtype(jnp.float32), *parts, role=Role.SCALES)
         self.inputs = len(inputs)
         self.input_axes = (Axis.TOKENS, *(axis for axis, _ in inputs))
-        self.dtype = dtype
+        self.dtype, self.min_rounded_rows = dtype, min_rounded_rows
         self.layout: Layout = InOutLayout()
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
@@ -92,6 +101,10 @@ class ScaledMatrix(nnx.Module):
         )
 
     def _product(self, x: jax.Array, values: jax.Array, scales: jax.Array, of_outputs: bool) -> jax.Array:
+        if self.min_rounded_rows is not None and len(x) >= self.min_rounded_rows:
+            x, of_rows = round_rows(x, values.dtype)
+            sums = self.layout.multiply(x, values, of_outputs=of_outputs).reshape(len(x), *scales.shape)
+            return sums.astype(jnp.float32) * of_rows.reshape(-1, *[1] * scales.ndim) * scales
         product = self.layout.multiply(x, values.astype(self.dtype), of_outputs=of_outputs)
         return product.reshape(len(x), *scales.shape) * scales
 
@@ -175,7 +188,8 @@ def _matrix(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartO
     fits = not math.prod(size for _, size in inputs) % max(encoding.block or 0, BLOCK)
     product = options.block_products(encoding) if fits else None
     if product is None and encoding.block is None:
-        return ScaledMatrix(encoding, inputs, outputs, parts, options.dtype)
+        rounded = options.min_rounded_rows(encoding)
+        return ScaledMatrix(encoding, inputs, outputs, parts, options.dtype, rounded)
     if isinstance(product, GroupProduct):
         product = product.for_inputs(inputs)
         if product is not None:

@@ -44,15 +44,16 @@ def parameter(
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`x [T, *in]` times `kernel [*in, *out]` → float32 `[T, *out]`; sums are always float32. float32 inputs are
-    multiplied exactly, not in the accelerator's reduced precision."""
+    """`x [T, *in]` times `kernel [*in, *out]` → float32 `[T, *out]`; sums are always float32, or int32 of int8. float32
+    inputs are multiplied exactly, not in the accelerator's reduced precision."""
     inputs = x.ndim - 1
     if x.dtype == jnp.float32:
         return jnp.tensordot(x, kernel, axes=inputs, precision=jax.lax.Precision.HIGHEST)
     rows = x.shape[0]
     if rows < _MIN_ROWS:
         x = jnp.pad(x, ((0, _MIN_ROWS - rows), *[(0, 0)] * inputs))
-    return jnp.tensordot(x, kernel, axes=inputs, preferred_element_type=jnp.float32)[:rows]
+    sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    return jnp.tensordot(x, kernel, axes=inputs, preferred_element_type=sums)[:rows]
 
 
 def matmul_outputs_first(x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:

@@ -16,6 +16,7 @@ from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttentions, no_cpu_attention
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockProducts, no_blocks
+from sglang_jax.layers.rounded_rows import MinRoundedRows, never_rounded
 
 RotaryTables = tuple[jax.Array, jax.Array]
 """Cosines and sines of a step's tokens."""
@@ -32,6 +33,7 @@ class PartOptions:
     - `implementation`: the kernels of attention, and of recurrent states (see `kernels.states`).
     - `cpu_attention`: makes kernels that replace those of `implementation`, except for latent attention.
     - `encodings`: how each matrix is stored. `block_products`: makes kernels for matrices in blocks.
+    - `min_rounded_rows`: which steps round activations for 8-bit matrices.
     - `layer`: index of the part's layer, None for parts of the whole model.
     - `num_shards`: in which layers are computed, whatever the number of devices; None for one on each device.
     """
@@ -43,6 +45,7 @@ class PartOptions:
     cpu_attention: CpuAttentions = no_cpu_attention
     encodings: Encodings = all_plain
     block_products: BlockProducts = no_blocks
+    min_rounded_rows: MinRoundedRows = never_rounded
     layer: int | None = None
     num_shards: int | None = None
 

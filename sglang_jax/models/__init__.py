@@ -20,6 +20,7 @@ from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttentions, no_cpu_attention
 from sglang_jax.layers.block_matrix import BlockProducts, no_blocks
 from sglang_jax.layers.platform import PlatformLayout
+from sglang_jax.layers.rounded_rows import MinRoundedRows, never_rounded
 from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, StateDtypes, allocate, bytes_of_groups, kv_cache_spec
 from sglang_jax.models.parameters import check_shapes
 from sglang_jax.models.transformer import Transformer
@@ -47,6 +48,7 @@ def build_model(
     cpu_attention: CpuAttentions = no_cpu_attention,
     encodings: Encodings = all_plain,
     block_products: BlockProducts = no_blocks,
+    min_rounded_rows: MinRoundedRows = never_rounded,
     num_shards: int | None = None,
 ) -> Transformer:
     """A model whose parameters are only shapes until weights are loaded. `dtype`: of weights and activations, bfloat16,
@@ -57,6 +59,7 @@ def build_model(
     - `cpu_attention`: makes kernels of attention for a CPU; by default, `attention` computes all.
     - `encodings`: how each matrix is stored; by default, all are plain numbers.
     - `block_products`: makes the kernels of matrices that stay in blocks; by default, none do.
+    - `min_rounded_rows`: the steps that round activations for 8-bit matrices; by default, none do.
     - `num_shards`: in which the model is computed, whatever the number of devices; None for one on each device.
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
@@ -71,6 +74,7 @@ def build_model(
         cpu_attention=cpu_attention,
         encodings=encodings,
         block_products=block_products,
+        min_rounded_rows=min_rounded_rows,
         num_shards=num_shards,
     )
     check_shapes(model)

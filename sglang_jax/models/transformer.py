@@ -31,6 +31,7 @@ from sglang_jax.layers.parameter import Parameter, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.platform import PlatformLayout
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
+from sglang_jax.layers.rounded_rows import MinRoundedRows, never_rounded
 from sglang_jax.layers.shards import Shards
 from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.models.kv_cache import KVCaches
@@ -96,6 +97,7 @@ class Transformer(nnx.Module):
         cpu_attention: CpuAttentions = no_cpu_attention,
         encodings: Encodings = all_plain,
         block_products: BlockProducts = no_blocks,
+        min_rounded_rows: MinRoundedRows = never_rounded,
         num_shards: int | None = None,
     ) -> None:
         self.config = config
@@ -108,6 +110,7 @@ class Transformer(nnx.Module):
             cpu_attention=cpu_attention,
             encodings=encodings,
             block_products=block_products,
+            min_rounded_rows=min_rounded_rows,
             num_shards=num_shards,
         )
         self.embedding = Embedding(config.vocab_size, options)

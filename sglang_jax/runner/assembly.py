@@ -24,7 +24,7 @@ from sglang_jax.runner.determinism import refuse_with_determinism
 from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.quantization import describe_matrices, quantization_of
+from sglang_jax.runner.quantization import describe_matrices, quantization_of, refuse_rounding
 from sglang_jax.runner.sizing import (
     GroupMemory,
     Memory,
@@ -158,6 +158,7 @@ class Assembly(Generic[Model]):
 def settle(config: EngineConfig, models: Models, backend: Backend[Model]) -> Assembly[Model]:
     """Builds models without values, chooses sizes, and logs both. Raises `ConfigError` if memory cannot hold the
     weights and one request, and for options that the devices or the model do not support."""
+    refuse_rounding(config, backend.platform)
     model = backend.build(models)
     draft = None if models.draft is None else backend.build_draft(models.draft)
     memory = Memory(backend.platform, backend.available(), backend.weights_of(model), backend.groups_of(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
 from sglang_jax.architectures.parallelism import Parallelism
-from sglang_jax.config import Deterministic, EngineConfig, MambaDtype, ModelImpl
+from sglang_jax.config import Deterministic, EngineConfig, MambaDtype, ModelImpl, TpuActivations
 from sglang_jax.errors import ConfigError
 
 SHARDS = (8, 4, 2, 7, 5, 3)
@@ -67,6 +67,11 @@ def refuse_with_determinism(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"{config.determinism_option} does not support model_impl transformers, whose products may depend on the "
             "batch: choose native"
+        )
+    if config.tpu_activations is TpuActivations.ROUNDED:
+        raise ConfigError(
+            f"{config.determinism_option} does not support tpu_activations rounded, which depends on the tokens of a "
+            "step: choose auto"
         )
     if model.keeps_states and config.mamba_ssm_dtype is not MambaDtype.FLOAT32:
         raise ConfigError(

@@ -13,7 +13,7 @@ from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, groups_of
 from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT4_GROUPS, INT8_ROWS, Encodings, Quantization, all_plain
-from sglang_jax.config import CpuActivations, Dtype, EngineConfig, WeightQuantization
+from sglang_jax.config import CpuActivations, Dtype, EngineConfig, TpuActivations, WeightQuantization
 from sglang_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,12 @@ def wants_blocks(config: EngineConfig, checkpoint: Checkpoint) -> bool:
             "remove the option"
         )
     return False
+
+
+def refuse_rounding(config: EngineConfig, platform: str) -> None:
+    """Raises `ConfigError` if the options ask for rounded activations of TPUs on another platform."""
+    if config.tpu_activations is TpuActivations.ROUNDED and platform != "tpu":
+        raise ConfigError(f"tpu_activations rounded needs a TPU, the device is a {platform}: choose auto")
 
 
 def asks_for_blocks(config: EngineConfig) -> bool:

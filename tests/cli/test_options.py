@@ -83,6 +83,7 @@ OTHER_VALUES: dict[str, Any] = {
     "skip_warmup": True,
     "keep_gguf_blocks": True,
     "cpu_activations": "int8",
+    "tpu_activations": "exact",
     "watchdog_timeout": 30.0,
     "engine_start_timeout": 60.0,
     "max_engine_restarts": 2,

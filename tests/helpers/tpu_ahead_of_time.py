@@ -190,7 +190,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
 
     from sglang_jax.kernels.expert_groups_pallas import ExpertTiles, filled_up, multiply_experts_in_groups
     from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
-    from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
+    from sglang_jax.kernels.group_product_pallas import Float4, GroupedWeights, multiply_in_groups
     from sglang_jax.kernels.kept_distance_pallas import fits, kept_distance
     from sglang_jax.kernels.kv_storage import page_shape
     from sglang_jax.kernels.ragged_paged_attention import (
@@ -341,7 +341,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
             array((*stack, kernel.inputs, kernel.outputs), "int4" if float4 else kernel.levels),
             array(of_groups, kernel.scales),
             array(of_groups, "int8") if kernel.zeros else None,
-            float4,
+            Float4.of_target() if float4 else None,
         )
         if stack:
             weights = jax.tree.map(lambda each: array(each.shape, each.dtype.name), jax.eval_shape(filled_up, weights))

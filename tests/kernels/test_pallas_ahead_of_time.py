@@ -104,6 +104,7 @@ MORE_FILTERS = [FilterKernel(lines=256), FilterKernel(lines=64, vocab_size=262_1
 GROUPS = [
     GroupKernel(),
     GroupKernel(group=32, zeros=True, inputs=1376, outputs=300, rows=17),
+    GroupKernel(rows=16, inputs=4096 + 256, outputs=300, zeros=True),
     GroupKernel(levels="int8", rows=200, inputs=1024),
     GroupKernel(levels="float4", group=32, rows=16, inputs=2880, outputs=768, experts=4),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglang_jax.kernels import experts, group_product_pallas
+from sglang_jax.kernels import expert_groups_pallas, experts, group_product_pallas
 from sglang_jax.kernels.expert_groups_pallas import (
     ExpertTiles,
     filled_up,
@@ -20,7 +21,8 @@ from sglang_jax.kernels.expert_groups_pallas import (
     multiply_experts_in_groups,
     rows_of_tile,
 )
-from sglang_jax.kernels.group_product_pallas import GroupedWeights, multiply_in_groups
+from sglang_jax.kernels.group_product_pallas import Float4, GroupedWeights, multiply_in_groups
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip
 
 multiply = jax.jit(partial(multiply_in_groups, interpret=True))
 
@@ -43,7 +45,13 @@ def random_weights(
     return GroupedWeights(found, factors, offsets), numbers * wide, rounding
 
 
-def worst(rows: int, inputs: int, weights: GroupedWeights, exact: tuple[NDArray[np.float64], ...]) -> float:
+def worst(
+    rows: int,
+    inputs: int,
+    weights: GroupedWeights,
+    exact: tuple[NDArray[np.float64], ...],
+    multiply: Callable[[jax.Array, GroupedWeights], jax.Array] = multiply,
+) -> float:
     """The largest error of a product, as a share of what roundings allow."""
     x = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, inputs)), jnp.bfloat16)
     numbers, (matrix, rounding) = np.asarray(x, np.float64), exact
@@ -82,6 +90,51 @@ def test_products_equal_those_of_float64(
         faults.append(GroupedWeights(weights.levels, weights.scales, weights.zeros + 1))
     for fault in faults if inputs < 1000 else ():
         assert worst(rows, inputs, fault, tuple(exact)) > 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "group", "zeros"),
+    [(8, 896, 300, 128, False), (17, 4096 + 384, 130, 128, True), (64, 1024, 130, 256, True)],
+)
+def test_few_rows_multiply_levels_in_float8_where_the_matrix_units_do(
+    rows: int, inputs: int, outputs: int, group: int, zeros: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are then not rounded, so errors are those of float32. Scales of other groups and other levels are
+    noticed; more rows, smaller groups and other chips round weights."""
+    weights, matrix, rounding = random_weights(inputs, outputs, group, "int4", "bfloat16", zeros)
+    exact = matrix, 0 * rounding
+    multiply_here = jax.jit(partial(multiply_in_groups, interpret=True))
+    monkeypatch.setattr(group_product_pallas, "current_chip", lambda: Chip.TPU7X)
+
+    def error(weights: GroupedWeights, rows: int = rows) -> float:
+        return worst(rows, inputs, weights, exact, multiply_here)
+
+    assert error(weights) < 1
+    assert error(replace(weights, scales=jnp.roll(weights.scales, 1, 0))) > 1
+    assert error(replace(weights, levels=jnp.roll(weights.levels, group, 0))) > 1
+    assert error(weights, group // 4 + 1) > 1
+    small = replace(weights, scales=weights.scales.repeat(2 * group // 128, 0), zeros=None)
+    assert not group_product_pallas.scales_last(8, small)
+    monkeypatch.setattr(group_product_pallas, "current_chip", lambda: Chip.V6E)
+    assert not group_product_pallas.scales_last(8, weights)
+
+
+def test_few_rows_of_an_expert_multiply_levels_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See above: errors are those of float32 for tiles of 16 rows, and not for larger ones."""
+    found = [random_weights(256, 128, 128, "int4", "bfloat16", zeros=True) for _ in range(2)]
+    weights = filled_up(jax.tree.map(lambda *each: jnp.stack(each), *(weights for weights, *_ in found)))
+    for module in (group_product_pallas, expert_groups_pallas):
+        monkeypatch.setattr(module, "current_chip", lambda: Chip.TPU7X)
+    own = jnp.array([0] * 3 + [1] * 4)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 256)), jnp.bfloat16)
+    errors = []
+    for of_tile in (16, 64):
+        tiles = ExpertTiles.of(own, jnp.array([3, 4], jnp.int32), of_tile)
+        spread = x[tiles.spread(jnp.arange(7), of_tile)]
+        product = multiply_experts_in_groups(spread, weights, tiles, interpret=True)[tiles.places]
+        expected = np.stack([np.asarray(row, np.float64) @ found[each][1] for row, each in zip(x, own, strict=True)])
+        errors.append(float(np.abs(np.asarray(product) - expected).max() / np.abs(expected).max()))
+    assert errors[0] < 1e-5 < 1e-4 < errors[1]
 
 
 def test_a_step_of_many_rows_has_the_results_of_one_of_few() -> None:
@@ -124,7 +177,7 @@ def test_rows_are_multiplied_by_their_experts(rows: int, levels: str, outputs: i
     found = [random_weights(inputs, outputs + number, 32, stored, "bfloat16", zeros) for number in range(count)]
     parts = [jax.tree.map(lambda each: each[:, :outputs], weights) for weights, *_ in found]
     if levels == "float4":
-        parts = [replace(each, levels=jnp.clip(each.levels, -7, 7), float4=True) for each in parts]
+        parts = [replace(each, levels=jnp.clip(each.levels, -7, 7), float4=Float4.NUMBERS) for each in parts]
     weights = jax.tree.map(lambda *each: jnp.stack(each), *parts)
     own = np.sort(random.choice([0, 1, 3, count], rows))  # padding is behind all
     sizes = jnp.asarray(np.bincount(own, minlength=count + 1)[:count], jnp.int32)

@@ -30,6 +30,9 @@ from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.config import EngineConfig
 from sglang_jax.jax_runner.building import JaxBackend
+from sglang_jax.kernels import group_product_pallas
+from sglang_jax.kernels.group_product_pallas import Float4
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip
 from sglang_jax.layers.grouped_matrix import GroupedExperts, GroupedMatrix, GroupProduct, group_product
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation
@@ -42,19 +45,23 @@ INPUTS = [(Axis.HEADS, 3), (Axis.HEAD_DIM, 128)]
 OUTPUTS = [(Axis.GATE_OR_UP, 2), (Axis.INTERMEDIATE, 24)]
 
 
+FLOAT4 = GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "float4"),
     [
-        GroupType(Levels.INT4, 32, Scales.FLOAT16, zeros=True),
-        GroupType(Levels.INT4, 128, Scales.BFLOAT16),
-        GroupType(Levels.INT8, 64, Scales.FLOAT32, zeros=True),
-        GroupType(Levels.FLOAT8_E4M3, 128, Scales.FLOAT32),
-        GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO),
-        GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32),
+        (GroupType(Levels.INT4, 32, Scales.FLOAT16, zeros=True), Float4.NUMBERS),
+        (GroupType(Levels.INT4, 128, Scales.BFLOAT16), Float4.CODES),
+        (GroupType(Levels.INT8, 64, Scales.FLOAT32, zeros=True), Float4.NUMBERS),
+        (GroupType(Levels.FLOAT8_E4M3, 128, Scales.FLOAT32), Float4.NUMBERS),
+        (FLOAT4, Float4.NUMBERS),
+        (FLOAT4, Float4.CODES),
+        (GroupType(Levels.FLOAT4_E2M1, 16, Scales.FLOAT32), Float4.CODES),
     ],
-    ids=lambda kind: kind.value,
+    ids=lambda each: each.value,
 )
-def test_packed_blocks_multiply_as_the_dequantised_matrix(kind: GroupType) -> None:
+def test_packed_blocks_multiply_as_the_dequantised_matrix(kind: GroupType, float4: Float4) -> None:
     """With axes of inputs and outputs in their places."""
     random = np.random.default_rng(0)
     levels = random.integers(0, 16 if kind.levels.bits == 4 else 256, (48, 384)).astype(np.uint8)
@@ -63,7 +70,7 @@ def test_packed_blocks_multiply_as_the_dequantised_matrix(kind: GroupType) -> No
     zeros = random.integers(3, 17, (48, 384 // kind.weights)).astype(np.uint8) if kind.zeros else None
     scales = random.uniform(0.5, 2, (48, 384 // kind.weights)).astype(kind.scales.dtype)
     blocks = kind.join(levels, scales, zeros)
-    matrix = GroupedMatrix(GroupProduct(kind, interpret=True), INPUTS, OUTPUTS, (Part.GATE, Part.UP))
+    matrix = GroupedMatrix(GroupProduct(kind, interpret=True, float4=float4), INPUTS, OUTPUTS, (Part.GATE, Part.UP))
     assert matrix.arrays["values"].shape == (2, 24, 384 // kind.weights, kind.nbytes)
     matrix.arrays["values"].set_value(jnp.asarray(blocks.reshape(2, 24, *blocks.shape[1:])))
     matrix.pack()
@@ -73,6 +80,27 @@ def test_packed_blocks_multiply_as_the_dequantised_matrix(kind: GroupType) -> No
     wide = Stored(Encoding(kind), {Role.VALUES: blocks}).widened().astype(np.float64)
     expected = np.asarray(x, np.float64).reshape(5, -1) @ wide.T
     assert np.abs(np.asarray(found).reshape(5, -1) - expected).max() < 2**-8 * np.abs(expected).max()
+
+
+def test_chips_that_convert_floats_of_4_bits_have_their_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts whose levels are all codes twice; matrices are packed as these are."""
+    codes = np.arange(16).repeat(2)
+    blocks = FLOAT4.join(codes.astype(np.uint8).reshape(1, 32), np.ones((1, 1), FLOAT4.scales.dtype), None)
+    numbers, signed = np.where(codes >= 8, 8 - codes, codes), np.where(codes >= 8, codes - 16, codes)
+    for chip, float4, scale, levels in (
+        (Chip.V6E, Float4.NUMBERS, 0.5, numbers),
+        (Chip.TPU7X, Float4.CODES, 1, signed),
+    ):
+        monkeypatch.setattr(group_product_pallas, "current_chip", lambda chip=chip: chip)
+        product = group_product(Encoding(FLOAT4), ONE_DEVICE)
+        assert product == GroupProduct(FLOAT4, float4=float4)
+        sizes = (Axis.EXPERTS, 1), (Axis.HIDDEN, 32), (Axis.INTERMEDIATE, 1)
+        experts = GroupedExperts(product, *sizes, Part.EXPERT_UP)
+        experts.arrays["values"].set_value(jnp.asarray(blocks.reshape(1, 1, 1, -1)))
+        experts.pack()
+        weights = experts.weights()
+        assert (weights.float4, weights.scales[0, 0, 0]) == (float4, scale)
+        np.testing.assert_array_equal(np.asarray(weights.levels[0, :, 0].astype(jnp.int8)), levels)
 
 
 def test_shapes_are_packed_as_arrays_are() -> None:

@@ -90,7 +90,7 @@ def test_weights_are_placed_by_their_axes(tmp_path: Path) -> None:
     mesh = make_mesh(jax.devices()[:1])
     restore_orbax(tmp_path, restored, CONFIG, mesh)
     kernel = restored.layers[0].attention.qkv.matrix.kernel.get_value()
-    assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "tensor", None, None)
+    assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, ("tensor", "expert"), None, None)
     assert kernel.sharding.mesh == mesh
 
 

@@ -31,6 +31,8 @@ def test_what_rounds_by_the_step_is_refused() -> None:
         refuse_with_determinism(config(model_impl="transformers"), small_config())
     with pytest.raises(ConfigError, match=r"^deterministic tp does not support model_impl"):
         refuse_with_determinism(config(model_impl="transformers", deterministic="tp"), small_config())
+    with pytest.raises(ConfigError, match=r"does not support tpu_activations rounded.* choose auto"):
+        refuse_with_determinism(config(tpu_activations="rounded"), small_config())
     in_bfloat16 = {"mamba_ssm_dtype": "bfloat16"}
     with pytest.raises(ConfigError, match="needs mamba_ssm_dtype float32, got bfloat16"):
         refuse_with_determinism(config(**in_bfloat16), with_states())

@@ -46,10 +46,49 @@ def array(dtype, *shape):
 
 matrices = [array(jnp.float8_e4m3fn, 64, 32, 512)] * 3
 scales = [array(jnp.float32, 64, width) for width in (32, 32, 512)]
-weights = ExpertWeights(*matrices, None, None, *scales)
+weights = ExpertWeights(*matrices, None, None, None, *scales)
 choice = ExpertChoice(array(jnp.int32, 32, 8), array(jnp.float32, 32, 8))
 multiply = jax.jit(lambda *given: multiply_experts(ExpertProducts.ALL, *given, lambda gate, up: jax.nn.silu(gate) * up))
 print("PROGRAM", multiply.lower(array(jnp.bfloat16, 32, 512), weights, choice).compile().as_text())
+"""
+
+_ROUNDED = """
+import tempfile
+from pathlib import Path
+from tpu.worker import prepare_compiler
+
+prepare_compiler(Path(tempfile.mkdtemp()))
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dataclasses import replace
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.encoding import ActivationScales
+from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS
+from sglang_jax.config import EngineConfig
+from sglang_jax.jax_runner.rounding import rounding_of
+from sglang_jax.layers.layout import TwoAxisLayout
+from sglang_jax.layers.matrix import ScaledMatrix
+
+int8 = replace(INT8_ROWS, activations=ActivationScales.TOKEN)
+sizes = [(Axis.HIDDEN, 512)], [(Axis.GATE_OR_UP, 2), (Axis.INTERMEDIATE, 512)]
+for name, own, encoding in (("v6e:1x1", {"chips_per_host_bounds": [1, 1, 1]}, int8), ("tpu7x:2x2x1", {}, FLOAT8_ROWS)):
+    device = topologies.get_topology_desc(name, "tpu", **own).devices[0]
+    place = NamedSharding(Mesh(np.array([device]), ("tensor",)), PartitionSpec())
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    rounded = rounding_of(EngineConfig(model_path="demo"), device, bfloat16)(encoding)
+    matrix = ScaledMatrix(encoding, *sizes, (Part.GATE, Part.UP), bfloat16, rounded)
+    matrix.repack(TwoAxisLayout())
+    graph, state = nnx.split(matrix)
+    shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=place), state)
+    for rows in (64, 512):
+        x = jax.ShapeDtypeStruct((rows, 512), bfloat16, sharding=place)
+        multiply = jax.jit(lambda state, x: nnx.merge(graph, state).multiply(x))
+        print("PROGRAM", multiply.lower(shapes, x).compile().as_text())
 """
 
 _GROUPS = """
@@ -112,6 +151,18 @@ def test_they_are_widened_only_in_the_product() -> None:
         ]
         assert (stored, weights) in arrays
         assert not [kind for kind, size in arrays if kind in ("bf16", "f32") and size >= weights // 2]
+
+
+def test_steps_of_many_rows_multiply_8_bits_with_8_bits() -> None:
+    """Of int8 on v6e and float8 on tpu7x, 64 rows and 512: the types of both operands of the product, which is a
+    convolution for libtpu."""
+    for program, (stored, rounds) in zip(
+        _programs(_ROUNDED), [("s8", False), ("s8", True), ("f8e4m3fn", False), ("f8e4m3fn", True)], strict=True
+    ):
+        types = dict(re.findall(r"%([\w.-]+) = \(?([a-z0-9]+)\[", program))
+        (operands,) = re.findall(r" convolution\(([^)]*)\)", program)
+        found = sorted(types[name] for name in re.findall(r"%([\w.-]+)", operands))
+        assert (found == [stored, stored]) == rounds, found
 
 
 def test_each_device_multiplies_its_groups_by_the_kernel() -> None:
