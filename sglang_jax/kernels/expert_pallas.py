@@ -40,8 +40,8 @@ _MORE = 1.25
 _TOGETHER = 8
 """Rows that are copied or added together: their loads do not wait for their stores."""
 
-_MOST_SLOTS = 1 << 16
-"""Rows of tiles, whose tokens are in scalar memory."""
+_MOST_CHOICES = 1 << 16
+"""Choices of a step, whose tokens and scores are in scalar memory."""
 
 _BFLOAT16, _FLOAT32 = jnp.bfloat16, jnp.float32
 
@@ -49,14 +49,14 @@ _BFLOAT16, _FLOAT32 = jnp.bfloat16, jnp.float32
 @dataclass(frozen=True)
 class SortedTiles:
     """Rows of experts in tiles of `rows`. `experts`: of each tile, int32 `[tiles]`; `used`: how many have rows, int32
-    `[1]`, those in front; `filled`: rows of each tile, int32 `[tiles]`, those in front; `tokens`, `scores`: of each
-    row, int32 and float32 `[tiles * rows]`; rows that are not filled have a token behind all of them, and a score of
-    0."""
+    `[1]`, those in front; `filled`: rows of each tile, int32 `[tiles]`; `first`: the place of its first row, int32
+    `[tiles]`, in `tokens` and `scores` of all rows, sorted by expert, int32 and float32 `[M + 8]`."""
 
     rows: int
     experts: jax.Array
     used: jax.Array
     filled: jax.Array
+    first: jax.Array
     tokens: jax.Array
     scores: jax.Array
 
@@ -64,9 +64,9 @@ class SortedTiles:
     def of(cls, experts: jax.Array, scores: jax.Array, count: int, rows: int) -> SortedTiles:
         """Sorts the choices of tokens, int32 and float32 `[T, chosen]`, by expert; numbers from `count` on are
         padding."""
-        tokens, chosen = experts.shape
-        flat = experts.reshape(-1)
-        order = jnp.argsort(flat, stable=True)
+        flat, chosen = experts.reshape(-1), experts.shape[1]
+        tokens = jnp.arange(len(flat), dtype=jnp.int32) // chosen
+        _, tokens, scores = lax.sort((flat, tokens, scores.reshape(-1)), num_keys=1, is_stable=True)
         sizes = (flat[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
         tiles = (sizes + rows - 1) // rows
         ends = jnp.cumsum(tiles, dtype=jnp.int32)
@@ -74,20 +74,17 @@ class SortedTiles:
         # Tiles without rows have the expert of the last one with rows, so that no other is copied.
         existing = jnp.minimum(numbers, jnp.maximum(ends[-1] - 1, 0))
         of_tiles = jnp.minimum((existing[:, None] >= ends).sum(1, dtype=jnp.int32), count - 1)
-        before = (existing - (ends - tiles)[of_tiles]) * rows
-        filled = jnp.where(numbers < ends[-1], jnp.clip(sizes[of_tiles] - before, 0, rows), 0)
-        first = (jnp.cumsum(sizes) - sizes)[of_tiles] + before
-        places = jnp.arange(rows, dtype=jnp.int32)
-        exists = (places < filled[:, None]).reshape(-1)
-        sources = order[jnp.where(exists, (first[:, None] + places).reshape(-1), 0)]
-        return cls(
-            rows,
-            of_tiles,
-            ends[-1:],
-            filled.astype(jnp.int32),
-            jnp.where(exists, sources // chosen, tokens).astype(jnp.int32),
-            jnp.where(exists, scores.reshape(-1)[sources], 0.0),
-        )
+
+        def of_expert(numbers: jax.Array) -> jax.Array:
+            """As `numbers[of_tiles]`, which a TPU would leave to its SparseCores."""
+            return jnp.where(of_tiles[:, None] == jnp.arange(count), numbers, 0).sum(1, dtype=jnp.int32)
+
+        before = (existing - of_expert(ends - tiles)) * rows
+        filled = jnp.where(numbers < ends[-1], jnp.clip(of_expert(sizes) - before, 0, rows), 0)
+        first = of_expert(jnp.cumsum(sizes, dtype=jnp.int32) - sizes) + before
+        # Rows are read in groups.
+        tokens, scores = (jnp.pad(each, (0, _TOGETHER)) for each in (tokens, scores))
+        return cls(rows, of_tiles, ends[-1:], filled.astype(jnp.int32), first, tokens, scores)
 
 
 def rows_of_expert(average: float) -> int:
@@ -107,8 +104,8 @@ class Widths:
         """The most columns that fit into the vector memory of the target; None if none do, or too many rows. `matrices`
         of gate and down: `[experts, columns, hidden]`."""
         gate, down = matrices
-        experts, columns, hidden = gate.shape
-        if tokens * chosen + rows * experts > _MOST_SLOTS:
+        _, columns, hidden = gate.shape
+        if tokens * chosen > _MOST_CHOICES:
             return None
         room = VMEM_LIMITS[current_chip()] - 4 * MIB
         lanes = -(-hidden // LANES) * LANES
@@ -171,7 +168,16 @@ def gated_rows(
     further = [*of_gate.arrays, *of_up.arrays]
 
     def kernel(
-        experts: Ref, used: Ref, filled: Ref, tokens: Ref, scores: Ref, x: Ref, gate: Ref, up: Ref, *rest: Ref
+        experts: Ref,
+        used: Ref,
+        filled: Ref,
+        begin: Ref,
+        tokens: Ref,
+        scores: Ref,
+        x: Ref,
+        gate: Ref,
+        up: Ref,
+        *rest: Ref,
     ) -> None:
         *numbers, found, wide, own = rest
         tile = pl.program_id(1)
@@ -184,10 +190,7 @@ def gated_rows(
         def _() -> None:
             def copy(group: jax.Array, _: None) -> None:
                 first = group * _TOGETHER
-                read = [
-                    wide[pl.ds(jnp.minimum(tokens[tile * rows + first + place], len(wide) - 1), 1), :]
-                    for place in range(_TOGETHER)
-                ]
+                read = [wide[pl.ds(tokens[begin[tile] + first + place], 1), :] for place in range(_TOGETHER)]
                 for place, row in enumerate(read):
                     own[pl.ds(first + place, 1), :] = row
 
@@ -217,6 +220,7 @@ def gated_rows(
         out_specs=pl.BlockSpec((rows, columns), of_tile),
         out_shape=jax.ShapeDtypeStruct((count * rows, inner), _BFLOAT16),
         scratch_shapes=[pltpu.VMEM(x.shape, _FLOAT32), pltpu.VMEM((rows, hidden), _FLOAT32)],
+        cost=_cost(tiles, x, gate, up),
         name="expert_gate_up",
     )(x, gate, up, *further)
 
@@ -230,7 +234,7 @@ def summed_rows(
     further = of_down.arrays
 
     def kernel(
-        experts: Ref, used: Ref, filled: Ref, token: Ref, scores: Ref, inner: Ref, down: Ref, *rest: Ref
+        experts: Ref, used: Ref, filled: Ref, begin: Ref, token: Ref, scores: Ref, inner: Ref, down: Ref, *rest: Ref
     ) -> None:
         *numbers, found, sums, own = rest
         tile = pl.program_id(1)
@@ -248,11 +252,11 @@ def summed_rows(
                 # The tokens of an expert differ, so no row is added to one that another of the group is added to; those
                 # that are not filled are added to a row that nobody reads.
                 first = group * _TOGETHER
-                slots = [tile * rows + first + place for place in range(_TOGETHER)]
-                at = [pl.ds(token[slot], 1) for slot in slots]
+                places = [first + place for place in range(_TOGETHER)]
+                at = [pl.ds(jnp.where(place < filled[tile], token[begin[tile] + place], tokens), 1) for place in places]
                 added = [
-                    sums[each, :] + scores[slot] * own[pl.ds(first + place, 1), :]
-                    for place, (each, slot) in enumerate(zip(at, slots, strict=True))
+                    sums[each, :] + scores[begin[tile] + place] * own[pl.ds(place, 1), :]
+                    for place, each in zip(places, at, strict=True)
                 ]
                 for each, row in zip(at, added, strict=True):
                     sums[each, :] = row
@@ -281,6 +285,7 @@ def summed_rows(
         out_specs=pl.BlockSpec((tokens, columns), lambda column, *_: (0, column)),
         out_shape=jax.ShapeDtypeStruct((tokens, hidden), _FLOAT32),
         scratch_shapes=[pltpu.VMEM((tokens + _TOGETHER, columns), _FLOAT32), pltpu.VMEM((rows, columns), _FLOAT32)],
+        cost=_cost(tiles, inner, down),
         name="expert_down_sum",
     )(inner, down, *further)
 
@@ -301,14 +306,26 @@ def _times_transposed(x: jax.Array, matrix: Ref) -> jax.Array:
     return lax.dot_general(x, weights, (((1,), (1,)), ((), ())), preferred_element_type=_FLOAT32)
 
 
+def _cost(tiles: SortedTiles, x: jax.Array, *matrices: jax.Array) -> pl.CostEstimate:
+    """At most: of all rows, and of as many experts as there are tiles."""
+    experts, columns, hidden = matrices[0].shape
+    rows = len(tiles.tokens) - _TOGETHER
+    return pl.CostEstimate(
+        flops=len(matrices) * 2 * rows * columns * hidden,
+        bytes_accessed=sum(min(len(tiles.experts), experts) * each.nbytes // experts for each in matrices) + x.nbytes,
+        transcendentals=0,
+    )
+
+
 def _call(
     kernel: Callable[..., None], tiles: SortedTiles, *, scratch_shapes: list[Any], name: str, **options: Any
 ) -> Callable[..., jax.Array]:
-    shape = options.pop("out_shape")
+    shape, cost = options.pop("out_shape"), options.pop("cost")
     call = pl.pallas_call(
         kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=5, scratch_shapes=scratch_shapes, **options),
+        grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=6, scratch_shapes=scratch_shapes, **options),
         out_shape=shape,
+        cost_estimate=cost,
         compiler_params=pltpu.CompilerParams(
             # Sums stay in vector memory from tile to tile.
             dimension_semantics=("parallel", "arbitrary"),
@@ -317,4 +334,4 @@ def _call(
         ),
         name=name,
     )
-    return partial(call, tiles.experts, tiles.used, tiles.filled, tiles.tokens, tiles.scores)
+    return partial(call, tiles.experts, tiles.used, tiles.filled, tiles.first, tiles.tokens, tiles.scores)
