@@ -23,13 +23,15 @@ _COST_FIELD = re.compile(r'"(?P<name>flops|bytes_accessed)":"?(?P<value>-?\d+)')
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """Calls of one Pallas kernel. `vmem`: maximum bytes of vector memory of a call; `flops`, `bytes`: of one call, by
-    the kernel author's estimate; None if there is none."""
+    the kernel author's estimate; None if there is none. `all_flops`, `all_bytes`: of all calls."""
 
     name: str
     count: int
     vmem: int
     flops: int | None
     bytes: int | None
+    all_flops: int = 0
+    all_bytes: int = 0
 
 
 def take_text(dumps: Path) -> str | None:
@@ -51,7 +53,15 @@ def find_kernels(text: str) -> tuple[Kernel, ...]:
             name = re.sub(r"(\.\d+)+$", "", match["name"])
             calls.setdefault(name, []).append(_kernel(name, line))
     return tuple(
-        Kernel(name, len(found), max(call.vmem for call in found), found[0].flops, found[0].bytes)
+        Kernel(
+            name,
+            len(found),
+            max(call.vmem for call in found),
+            found[0].flops,
+            found[0].bytes,
+            sum(call.flops or 0 for call in found),
+            sum(call.bytes or 0 for call in found),
+        )
         for name, found in calls.items()
     )
 

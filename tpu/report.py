@@ -20,25 +20,27 @@ from tpu.topologies import Topology
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The parts of a step's time. The compiler's own estimate excludes attention and collectives. `estimated`;
-    `layers`: the layers' share of it; `least`: the minimum time of the same work at peak; `attention`, `exchange`: the
-    minimum time of the rest."""
+    """The parts of a step's time. The compiler's own estimate excludes attention and collectives, and products in
+    kernels. `estimated`; `layers`: the layers' share of it; `products`: those in kernels, at peak; `least`: the minimum
+    time of both at peak; `attention`, `exchange`: the minimum time of the rest."""
 
     estimated: float
     layers: float
     least: float
     attention: float
     exchange: float
+    products: float = 0.0
 
     @property
     def of(self) -> float:
         """The minimum time over the estimate; 1 is as fast as the chip."""
-        return self.least / self.estimated if self.estimated else 0.0
+        whole = self.estimated + self.products
+        return self.least / whole if whole else 0.0
 
     @property
     def step(self) -> float:
         """Time of a whole step if attention and exchange run at peak, with no waits in between."""
-        return self.estimated + self.attention + self.exchange
+        return self.estimated + self.products + self.attention + self.exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +127,18 @@ class Report:
         if work is None or program.estimate is None:
             return None
         without = self.bounds(program, Work(work.tokens, work.rows, 0, 0), states=False)
-        whole = self.bounds(program, work)
+        whole, device = self.bounds(program, work), self._device()
+        products = [
+            max(kernel.all_flops / device.flops, kernel.all_bytes / device.hbm_bandwidth)
+            for kernel in program.kernels or ()
+        ]
         return StepTime(
             estimated=program.estimate.cycles / self.topology.chip.clock,
             layers=program.estimate.layer_cycles / self.topology.chip.clock,
             least=max(without.compute, without.memory),
             attention=max(whole.compute, whole.memory) - max(without.compute, without.memory),
             exchange=whole.exchange,
+            products=sum(products),
         )
 
     @property
@@ -305,12 +312,14 @@ def _estimates(report: Report) -> list[str]:
     if not shares:
         return []
     clock = report.topology.chip.clock
-    header = ("step", "estimate", "of it layers", "least", "share", "attention, least", "exchange, least", "at best")
+    further = ("attention, least", "exchange, least", "at best")
+    header = ("step", "estimate", "of it layers", "products in kernels, least", "least", "share", *further)
     rows = [
         (
             program.name,
             in_seconds(share.estimated),
             in_seconds(share.layers),
+            in_seconds(share.products),
             in_seconds(share.least),
             f"{share.of:.0%}",
             in_seconds(share.attention),
@@ -332,7 +341,7 @@ def _estimates(report: Report) -> list[str]:
     ]
     return [
         "",
-        f"The compiler's estimate without attention and collectives, at {clock / 1e9:g} GHz, and its minimum time",
+        f"The compiler's estimate without kernels and collectives, at {clock / 1e9:g} GHz, and its minimum time",
         *table(header, rows),
         "",
         *table(("longest operations", "result", "time", "from"), worst),

@@ -18,13 +18,13 @@ def test_kernels_are_gathered_by_name() -> None:
     text = "\n".join(
         [
             _KERNEL.format(number=1, vmem=4096, cost=_COST),
-            _KERNEL.format(number="4.clone.2", vmem=8192, cost=_COST).replace(".clone", ""),
+            _KERNEL.format(number="4.2", vmem=8192, cost=_COST.replace("2000", "500")),
             _KERNEL.format(number=2, vmem=12, cost="").replace("paged_attention", "kv_write"),
             '  %other = f32[] custom-call(%x), custom_call_target="AllocateBuffer"',
         ]
     )
     assert find_kernels(text) == (
-        Kernel("paged_attention", 2, 8192, 1000, 2000),
+        Kernel("paged_attention", 2, 8192, 1000, 2000, all_flops=2000, all_bytes=2500),
         Kernel("kv_write", 1, 12, None, None),
     )
 
