@@ -21,7 +21,7 @@ def shards_of(config: EngineConfig, model: ModelConfig) -> int | None:
     if config.deterministic is not Deterministic.TP:
         return None
     layers = set(model.layers)
-    shards = next((count for count in SHARDS if all(_divides(layer, count) for layer in layers)), 1)
+    shards = next((count for count in SHARDS if all(_divides(layer, Parallelism(count)) for layer in layers)), 1)
     if shards == 1 and config.tp_size > 1:
         raise ConfigError(
             "deterministic tp cannot divide this model into parts that are computed separately, got tp_size "
@@ -38,22 +38,23 @@ def shards_of(config: EngineConfig, model: ModelConfig) -> int | None:
 def check_divisible(config: EngineConfig, model: ModelConfig, shards: int) -> None:
     """Raises `ConfigError` unless each of `shards` computes its part of every layer without the others."""
     for number, layer in enumerate(model.layers):
-        if not _divides(layer, shards):
+        if not _divides(layer, Parallelism(shards, config.expert_parts)):
             raise ConfigError(
                 f"{config.determinism_option} does not support tp_size {shards}: layer {number} cannot be "
                 "divided into parts that are computed separately"
             )
 
 
-def _divides(layer: LayerConfig, shards: int) -> bool:
-    """Whether each of `shards` computes its part of a layer without the others."""
+def _divides(layer: LayerConfig, over: Parallelism) -> bool:
+    """Whether each of several shards computes its part of a layer without the others."""
+    shards = over.devices
     attention, recurrent = layer.kv_attention, layer.recurrent
     if attention is not None and attention.qk_norm is not None and attention.qk_norm.whole:
         return False
     if isinstance(recurrent, Mamba2Config) and recurrent.norm is not None and recurrent.norm_groups % shards:
         return False
     try:
-        layer.sharded(Parallelism(shards))
+        layer.sharded(over)
     except ConfigError:
         return False
     return True

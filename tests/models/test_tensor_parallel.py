@@ -54,6 +54,7 @@ from helpers.family_cases import FAMILIES, LATENT
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantization
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.sharding import make_mesh
 
 rng = np.random.default_rng(0)
@@ -74,16 +75,18 @@ expected = PagedModel(folder).run(sequences, steps)
 for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), expected, strict=True):
     assert np.abs(logits - wanted).max() < 2e-4
 
-# Experts, each of which four devices share, or two; one with biases, one with a shared expert and dense layers.
+# Experts, each of which four devices share, or two; one with biases, also as shards whose sum has one order, and one
+# with a shared expert and dense layers.
 for name in ("gpt_oss", "qwen2_moe"):
     case = FAMILIES[name]
     folder = make_tiny_checkpoint(Path(sys.argv[1], name), case.architecture, **case.changes)
     expected = PagedModel(folder).run(sequences, steps)
-    for mesh in (make_mesh(jax.devices()), make_mesh(jax.devices(), expert=2)):
-        model = PagedModel(folder, mesh=mesh)
+    for parts, fixed in [(1, False), (2, False)] + [(2, True)] * (name == "gpt_oss"):
+        mesh = make_mesh(jax.devices(), expert=parts)
+        shards = {"attention": AttentionImplementation.XLA_FIXED, "num_shards": 4} if fixed else {}
+        model = PagedModel(folder, mesh=mesh, **shards)
         experts = [leaf for leaf in jax.tree.leaves(model.state) if leaf.ndim == 3 and leaf.shape[0] == 6]
         assert len(experts) >= 6
-        parts = mesh.shape["expert"]
         for own in (leaf.addressable_shards[1].data for leaf in experts):
             assert (own.shape[0], own.size) == (6 // parts, experts[0].size // 4)
         for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
