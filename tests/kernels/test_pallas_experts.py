@@ -116,8 +116,8 @@ def test_outputs_are_those_of_float64(
     assert not races
     summed = sum(np.asarray(run(x, *of_device(first, first + 6), 12)[0], np.float64) for first in (0, 6))
     for found in (np.asarray(whole, np.float64), summed):
-        # Activations are rounded to bfloat16, each by up to 2**-9.
-        assert (np.abs(found - expected) <= 2.0**-9 * size + 1e-5 * size).all()
+        # Activations are rounded to bfloat16, each by up to 2**-8.
+        assert (np.abs(found - expected) <= 2.0**-8 * size + 1e-5 * size).all()
     assert not np.asarray(whole)[tokens - 2 :].any()
 
 
