@@ -66,11 +66,13 @@ def choose(
     replicas: int = 1,
     dtype: Dtype = Dtype.AUTO,
     quantization: WeightQuantization = WeightQuantization.AUTO,
+    encodings: Encodings | None = None,
 ) -> Choices:
     """Chooses options for a model on a slice; `tp`: devices of each of `replicas`, and `ep`: parts of the experts, if
     given (`WHOLE_EXPERTS`: as many as devices). Otherwise experts are divided by their columns, if the weights fit that
-    way. Raises `ConfigError` if the slice cannot be divided, the model cannot be sharded, or its weights do not
-    fit."""
+    way. `encodings`: of the checkpoint's matrices; by default they are plain, or as `quantization` makes them.
+
+    Raises `ConfigError` if the slice cannot be divided, the model cannot be sharded, or its weights do not fit."""
     topology = machine.topology
     devices = devices_of_a_replica(machine, replicas)
     fraction = memory_fraction(topology.chip)
@@ -83,7 +85,8 @@ def choose(
             f"{topology} has {nodes} nodes and {devices} devices, which one replica must use completely, but the "
             f"model can use {chosen}: choose a smaller slice, or --dp-size {nodes}, one replica per node"
         )
-    encodings = encodings_by_option(model, quantization)
+    if encodings is None:
+        encodings = encodings_by_option(model, quantization)
     usable = int(topology.chip.hbm * fraction)
     sizes = {
         parts: weight_bytes(model, Parallelism(chosen, parts), bytes_per_weight(dtype), encodings)
@@ -103,7 +106,11 @@ def choose(
         mem_fraction_static=fraction,
         reasons=(
             f"tp {chosen}: " + ("as given" if tp else f"the most of {devices} devices that the model can use"),
-            *([] if found == 1 else [f"ep {found}: " + ("as given" if ep else "weights fit by whole experts")]),
+            *(
+                []
+                if found == 1
+                else [f"ep {found}: " + ("as given" if ep else "the fewest parts of experts with which weights fit")]
+            ),
             f"page size {PAGE_SIZE}: fills whole memory tiles",
             f"mem-fraction-static {fraction:g}: {weights / GIB:.1f} GiB of weights and up to "
             f"{(usable - weights) / GIB:.1f} GiB of KV pages on each device of {topology.chip.hbm / GIB:.1f} GiB",
@@ -115,6 +122,11 @@ def _parts_wanted(model: ModelConfig, devices: int, ep: int | Literal["all"] | N
     if ep is None:
         return parts_of_experts(model, devices)
     parts = devices if ep == WHOLE_EXPERTS else ep
+    if parts > 1 and not any(layer.num_experts for layer in model.layers):
+        raise ConfigError(
+            f"--ep-size {parts} needs a model with experts, got one of {model.architecture} without any: remove the "
+            "option"
+        )
     if devices % parts:
         raise ConfigError(f"--ep-size must divide the {devices} devices of a replica, got {parts}")
     return [parts]

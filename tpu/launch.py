@@ -9,13 +9,17 @@ from pathlib import Path
 
 import click
 
-from sglang_jax.checkpoint.opening import open_checkpoint
+from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.checkpoint import ParameterReader
+from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
+from sglang_jax.checkpoint.quantization import Encodings
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name, one_model, option_by_all_names, read_config_file, with_dashes
 from sglang_jax.cli.serve import ServeCommand, serve
 from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment, WeightQuantization
 from sglang_jax.engine.placement import Placement, separate_slice
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.quantization import quantization_for
 from sglang_jax.server.local_hosts import is_loopback
 from sglang_jax.spellings import ALIASES, value_named
 from tpu.choices import MEETING_PORT, WHOLE_EXPERTS, Choices, choose
@@ -82,24 +86,33 @@ def launch(
 ) -> int:
     """Start the server for MODEL with options that suit this TPU. Server options that follow take precedence."""
     server_options = _with_one_name_per_flag(server_options)
-    by_flag = context.get_parameter_source("model_path") is click.core.ParameterSource.COMMANDLINE
-    model = one_model(model_among(server_options), model_path if by_flag else None) or model_path or "demo"
+    by_flag = click.core.ParameterSource.COMMANDLINE
+    named = model_path if context.get_parameter_source("model_path") is by_flag else None
+    model = one_model(model_among(server_options), named) or model_path or "demo"
     machine = detect_machine(TpuEnvironment())
     from_file = context.default_map or {}
     dtype = dtype_among(server_options, from_file)
     quantization = quantization_among(server_options, from_file)
-    shape = open_checkpoint(model, LoadFormat.DUMMY).config
+    if enable_expert_parallel and ep_size not in (None, tp_size):
+        raise click.UsageError(
+            f"--enable-expert-parallel divides experts among all devices of a replica, and --ep-size is {ep_size}: "
+            "remove one of the two"
+        )
+    checkpoint = open_checkpoint(model, LoadFormat.DUMMY)
     choices = choose(
         machine,
-        shape,
+        checkpoint.config,
         tp=tp_size,
         ep=WHOLE_EXPERTS if enable_expert_parallel else ep_size,
         replicas=dp_size or 1,
         dtype=dtype,
         quantization=quantization,
+        encodings=_encodings_of(checkpoint, quantization),
     )
     arguments = [] if config is None else ["--config", str(config)]
-    arguments += server_arguments(machine, choices, model, from_file=context.default_map or ())
+    flags = [name for name in context.params if context.get_parameter_source(name) is by_flag]
+    kept = set(from_file) - set(flags)
+    arguments += server_arguments(machine, choices, model, from_file=kept, flags=flags)
     arguments += [*listening_arguments(machine, choices, host, port), *server_options]
     where = f", node {machine.worker} of {len(machine.nodes)}" if machine.nodes else ""
     click.echo(
@@ -117,6 +130,15 @@ def launch(
     if placement is not None:
         placement.apply()
     return run(serve, "python -m tpu.launch", arguments)
+
+
+def _encodings_of(checkpoint: Checkpoint, quantization: WeightQuantization) -> Encodings | None:
+    """The encodings of a checkpoint's matrices as the server loads them; None for one of Orbax."""
+    if checkpoint.reader is None:
+        return None
+    wanted = quantization_for(checkpoint, quantization)
+    encoding = ParameterReader(checkpoint.reader, checkpoint.config, wanted).encoding
+    return {name: encoding(name) for name in manifest_of(checkpoint.config).specs}.get
 
 
 def model_among(server_options: Sequence[str]) -> str | None:
@@ -155,7 +177,9 @@ def _values_of(server_options: Sequence[str]) -> dict[str, object]:
     return dict(values)
 
 
-def server_arguments(machine: Machine, choices: Choices, model: str, *, from_file: Container[str] = ()) -> list[str]:
+def server_arguments(
+    machine: Machine, choices: Choices, model: str, *, from_file: Container[str] = (), flags: Container[str] = ()
+) -> list[str]:
     """Flags of the server for one node of a slice, without its address. Values of a `--config` file (`from_file`) stay
     as they are there, except those that divide the slice."""
     arguments = ["--model-path", model]
@@ -163,7 +187,7 @@ def server_arguments(machine: Machine, choices: Choices, model: str, *, from_fil
         "backend": "jax",
         "device": "tpu",
         "tp_size": str(choices.tp),
-        **({} if choices.ep == 1 else {"ep_size": str(choices.ep)}),
+        **({"ep_size": str(choices.ep)} if choices.ep > 1 or "ep_size" in flags else {}),
         "page_size": str(choices.page_size),
         "mem_fraction_static": f"{choices.mem_fraction_static:g}",
     }

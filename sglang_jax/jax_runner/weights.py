@@ -115,7 +115,25 @@ def _read_matrix(
     outputs = Axis.KV_HEADS if Axis.HEAD_PART in first.axes else reader.spec(matrix[0].names[0]).axes[0][0]
     length = dict(zip(first.axes, first.shape, strict=True)).get(outputs, 1)
     pieces = _Pieces(outputs, max(_WEIGHTS_AT_ONCE * length // max(math.prod(first.shape), 1), 1))
-    return [_read_parts(each.value, _Source(arrays, built, each.value).of(each), pieces, mesh) for each in matrix]
+    runs = _runs_of(first, mesh)
+    found = []
+    for each in matrix:
+        own = runs if each.value is first else _of_rows(runs, first.axes, each.value, mesh)
+        found.append(_read_parts(each.value, _Source(arrays, built, each.value).of(each), pieces, mesh, own))
+    return found
+
+
+def _runs_of(parameter: Parameter, mesh: Mesh) -> list[Index]:
+    shape, sharding = parameter.get_value().shape, named_sharding(mesh, parameter.axes)
+    return _runs(sharding.addressable_devices_indices_map(shape).values(), shape)
+
+
+def _of_rows(runs: list[Index], axes: tuple[Axis, ...], other: Parameter, mesh: Mesh) -> list[Index]:
+    """The parts of another array of a matrix that belong to the rows of runs of its values: `_Arrays` keeps these."""
+    if not set(other.axes) <= set(axes):
+        return _runs_of(other, mesh)
+    own = (tuple(run[axes.index(axis)] for axis in other.axes) for run in runs)
+    return list({tuple((each.start, each.stop) for each in run): run for run in own}.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +156,11 @@ class _Pieces:
         return whole
 
 
-def _read_parts(parameter: Parameter, read: ReadPart, pieces: _Pieces, mesh: Mesh) -> jax.Array:
-    """A parameter's value, of which each device of this process has its shard. Adjacent shards are read together: of a
-    matrix divided by its inputs, a remote checkpoint sends whole rows, so they are sent once."""
+def _read_parts(parameter: Parameter, read: ReadPart, pieces: _Pieces, mesh: Mesh, runs: list[Index]) -> jax.Array:
+    """A parameter's value, of which each device of this process has its shard, read in `runs`. Adjacent shards are read
+    together: of a matrix divided by its inputs, a remote checkpoint sends whole rows, so they are sent once."""
     shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
     sharding = named_sharding(mesh, parameter.axes)
-    runs = _runs(sharding.addressable_devices_indices_map(shape).values(), shape)
     found = [(run, pieces.read(read, parameter.axes, run, dtype)) for run in runs]
 
     def part(index: Index) -> np.ndarray:

@@ -250,13 +250,19 @@ def summed_rows(
 
             def add(group: jax.Array, _: None) -> None:
                 # The tokens of an expert differ, so no row is added to one that another of the group is added to; those
-                # that are not filled are added to a row that nobody reads.
+                # that are not filled, or count for nothing, are added to a row that nobody reads.
                 first = group * _TOGETHER
                 places = [first + place for place in range(_TOGETHER)]
-                at = [pl.ds(jnp.where(place < filled[tile], token[begin[tile] + place], tokens), 1) for place in places]
+                factors = [scores[begin[tile] + place] for place in places]
+                # An output with a score of 0 may be infinite.
+                exist = [(place < filled[tile]) & (score != 0) for place, score in zip(places, factors, strict=True)]
+                at = [
+                    pl.ds(jnp.where(exists, token[begin[tile] + place], tokens), 1)
+                    for place, exists in zip(places, exist, strict=True)
+                ]
                 added = [
-                    sums[each, :] + scores[begin[tile] + place] * own[pl.ds(place, 1), :]
-                    for place, each in zip(places, at, strict=True)
+                    sums[each, :] + score * own[pl.ds(place, 1), :]
+                    for place, score, each in zip(places, factors, at, strict=True)
                 ]
                 for each, row in zip(at, added, strict=True):
                     sums[each, :] = row

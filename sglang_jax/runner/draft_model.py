@@ -54,6 +54,11 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | Non
             f"{config.model_path} one of {checkpoint.config.vocab_size}: choose a draft model with the same vocabulary"
         )
     _refuse_other_tokens(config, checkpoint, draft)
+    if any(layer.num_experts % config.expert_parts for layer in model.layers):
+        raise ConfigError(
+            f"ep_size {config.expert_parts} does not divide the experts of the draft model {path}: choose one that "
+            "divides those of both models"
+        )
     if model.keeps_states:
         raise ConfigError(
             f"speculative_draft_model_path {path} has layers with recurrent states, which wrong drafts would "

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.config import EngineConfig
+from sglang_jax.config import EngineConfig, ModelImpl
 from sglang_jax.errors import ConfigError
 
 Int64 = NDArray[np.int64]
@@ -25,6 +25,10 @@ class ExpertLoad:
 
 def refuse_without_experts(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` if the options are about experts and the model has none."""
+    if config.expert_parts > 1 and config.model_impl is ModelImpl.TRANSFORMERS:
+        raise ConfigError(
+            f"ep_size {config.expert_parts} does not support model_impl transformers: choose native, or ep_size 1"
+        )
     if any(layer.num_experts for layer in model.layers):
         return
     if config.expert_parts > 1:

@@ -20,7 +20,10 @@ from helpers.small_configs import small_config
 import sglang_jax.server.serve
 import tpu.launch
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
+from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.checkpoint import ParameterReader
+from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.cli.main import run
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment
@@ -29,7 +32,7 @@ from sglang_jax.server.remote_replicas import read_addresses
 from tpu.choices import WHOLE_EXPERTS, Choices, choose, weight_bytes
 from tpu.launch import dtype_among, launch, listening_arguments, node_arguments, server_arguments
 from tpu.machine import Machine, _nodes, detect_machine
-from tpu.shapes import load_shape
+from tpu.shapes import load_shape, stored_quantization
 from tpu.topologies import parse_topology
 
 V6E, V5E, TPU7X = "0x006f", "0x0063", "0x0076"
@@ -119,7 +122,7 @@ def test_experts_are_divided_by_their_columns_unless_they_fit_only_whole() -> No
     assert choose(machine, mixture(96, 8), ep=WHOLE_EXPERTS).ep == 4
     whole = choose(machine, mixture(98, 8))  # columns for two devices
     assert (whole.tp, whole.ep) == (4, 2)
-    assert "ep 2: weights fit by whole experts" in whole.reasons
+    assert "ep 2: the fewest parts of experts with which weights fit" in whole.reasons
     flags = server_arguments(machine, whole, "some/model")
     assert flags[flags.index("--ep-size") + 1] == "2"
     assert "--ep-size" not in server_arguments(machine, choose(machine, small_config()), "some/model")
@@ -127,6 +130,19 @@ def test_experts_are_divided_by_their_columns_unless_they_fit_only_whole() -> No
         choose(machine, mixture(96, 6), ep=4)
     with pytest.raises(ConfigError, match="--ep-size must divide the 4 devices of a replica, got 3"):
         choose(machine, mixture(96, 8), ep=3)
+    with pytest.raises(ConfigError, match=r"--ep-size 2 needs a model with experts, got one of .* without any"):
+        choose(machine, small_config(), ep=2)
+
+
+def test_weights_are_counted_as_the_checkpoint_stores_them() -> None:
+    """gpt-oss-120b in MXFP4: with parts of experts that cut groups, its weights would be widened."""
+    config = load_shape("gpt-oss-120b")
+    reader = ParameterReader(DummyReader(config, 0, stored_quantization("gpt-oss-120b")), config, None)
+    encodings = {name: reader.encoding(name) for name in manifest_of(config).specs}.get
+    found = choose(machine_of("v6e:2x2"), config, encodings=encodings)
+    assert (found.tp, found.ep) == (4, 2)
+    with pytest.raises(ConfigError, match=r"54\.4 GiB of weights on each of 4 devices do not fit"):
+        choose(machine_of("v6e:2x2"), config)
 
 
 def test_weights_beyond_the_memory_are_refused() -> None:
@@ -271,6 +287,7 @@ def model_tp_and_replicas(monkeypatch: pytest.MonkeyPatch, *options: str) -> tup
 @dataclass(frozen=True)
 class OpenedConfig:
     config: ModelConfig
+    reader: None = None
 
 
 @pytest.mark.parametrize(

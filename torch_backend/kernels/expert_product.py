@@ -57,11 +57,13 @@ def expert_product(
     table: torch.Tensor,
     experts: int,
     chip: Chip,
+    expected: int | None = None,
 ) -> torch.Tensor:
     """Multiplies a contiguous `x [M, inputs]`, bfloat16 or float16, sorted by expert, by the matrices of their
     `experts`, one above the other in `weights`: `[M, outputs]` in the dtype of x. `table`: see `tile_table`, for the
-    rows of `expert_tile`. Rows behind those of the last expert are not written. Sums are float32; `bias [experts,
-    outputs]` is added and the result rounded once. Raises `ValueError` for other shapes and dtypes."""
+    rows of `expert_tile` of as many rows as are `expected`, by default all. Rows behind those of the last expert are
+    not written. Sums are float32; `bias [experts, outputs]` is added and the result rounded once. Raises `ValueError`
+    for other shapes and dtypes."""
     check_inputs(x, weights)
     outputs, rest = divmod(weights.outputs, experts)
     if rest or (bias is not None and bias.shape != (experts, outputs)):
@@ -69,7 +71,7 @@ def expert_product(
         raise ValueError(f"there are {weights.outputs} outputs of {experts} experts, and biases {found}")
     out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
     if len(x):
-        tile = expert_tile(len(x), experts, weights, chip)
+        tile = expert_tile(len(x) if expected is None else expected, experts, weights, chip)
         launch(x, weights, bias, table, out, outputs, weights.inputs, 1, tile, chip)
     return out
 

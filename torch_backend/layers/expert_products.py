@@ -32,10 +32,17 @@ _MULTIPLE = 16
 @dataclass(frozen=True)
 class SortedRows:
     """Which rows of a step belong to which expert: the experts of rows, int64 `[M]`, in ascending order; and how many
-    rows each has, int32 `[experts]`. The last rows may be padding, of the nonexistent expert `experts`."""
+    rows each has, int32 `[experts]`. The last rows may be padding, of the nonexistent expert `experts`: with experts
+    divided into `parts` among ranks, those of the others."""
 
     experts: torch.Tensor
     sizes: torch.Tensor
+    parts: int = 1
+
+    @property
+    def expected(self) -> int:
+        """Rows of these experts, if all ranks have as many."""
+        return -(-len(self.experts) // self.parts)
 
     @cached_property
     def ends(self) -> torch.Tensor:
@@ -106,10 +113,10 @@ def kernel_product_on(device: torch.device) -> ExpertProduct:
 
     def multiply(x: torch.Tensor, weights: GroupedWeights, bias: torch.Tensor | None, rows: SortedRows) -> torch.Tensor:
         experts = len(rows.sizes)
-        size = expert_tile(len(x), experts, weights, chip).rows
+        size = expert_tile(rows.expected, experts, weights, chip).rows
         if size not in rows.tables:
             rows.tables[size] = tile_table(rows.sizes, len(x), size, chip)
-        return expert_product(x.contiguous(), weights, bias, rows.tables[size], experts, chip)
+        return expert_product(x.contiguous(), weights, bias, rows.tables[size], experts, chip, rows.expected)
 
     return multiply
 

@@ -75,6 +75,7 @@ class Experts(Loadable):
         shard = options.shard
         inner = len(shard.of_axis(Axis.EXPERT_INTERMEDIATE, config.size))
         self._own = own = shard.of_axis(Axis.EXPERTS, experts)
+        self._parts = shard.over.parts(Axis.EXPERTS)
         self.config, self.dtype = config, dtype
         self.router = self.declare("router", (experts, hidden), torch.float32, Part.ROUTER)
         self.router_bias = self._bias("router_bias", (experts,), Part.ROUTER, wanted=config.router_bias)
@@ -143,7 +144,7 @@ class Experts(Loadable):
         experts, order = choice.experts.reshape(-1).sort(stable=True)
         places = order // chosen
         rows = x[places] if isinstance(x, torch.Tensor) else x.take(places)
-        found = multiply(rows, SortedRows(experts, choice.tokens_of(len(self._own))))
+        found = multiply(rows, SortedRows(experts, choice.tokens_of(len(self._own)), self._parts))
         outputs = torch.empty_like(found)
         outputs[order] = found
         scores = choice.scores[..., None]
@@ -158,7 +159,7 @@ class Experts(Loadable):
         assert isinstance(x, torch.Tensor), "products one by one take plain numbers"
         rows = len(x)
         any_rows = self.gate_up.any_rows and self.down.any_rows
-        tile = 0 if any_rows else self._tile or _tile_of(rows / len(self._own))
+        tile = 0 if any_rows else self._tile or _tile_of(of_experts.expected / len(self._own))
         x = functional.pad(x, (0, 0, 0, tile)) if tile else x
         outputs = x.new_empty((rows + tile, self.down.shape[1]))
         first = 0

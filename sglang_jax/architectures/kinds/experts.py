@@ -94,7 +94,11 @@ class ExpertsConfig:
                 f"{self.num_experts} experts cannot be spread over {over.experts} devices: choose an ep_size that "
                 "divides them"
             )
-        check_columns(self.size, over.devices_of_expert)
+        if self.size % over.devices_of_expert:
+            raise ConfigError(
+                f"the {self.size} columns of an expert cannot be spread over {over.devices_of_expert} devices: choose "
+                "a tp_size that divides them, or a larger ep_size, for fewer devices of an expert"
+            )
         check_columns(self.shared_size, over.devices)
         return self
 
