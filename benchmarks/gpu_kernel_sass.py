@@ -25,7 +25,7 @@ from machine import report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers.triton_ahead_of_time import SHARED_MEMORY, Figures, compile_shipped, row_prefix
+from helpers.triton_ahead_of_time import SHARED_MEMORY, Figures, compile_shipped
 
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import decode_tile
@@ -47,12 +47,13 @@ OTHERS = {
 """The same work in Triton kernels of two well-known engines."""
 
 
+_CONFIGURATION = "bfloat16, head_dim 128, group 4, {} pages of 16"
+
+
 def measure(chips: list[int]) -> list[dict[str, Any]]:
     """A row for each kernel and chip."""
     prefixes = {
-        (form, chip): row_prefix(
-            chip, operation, f"bfloat16, head_dim 128, group 4, {str(pages).removeprefix('torch.')} pages of 16"
-        )
+        (form, chip): f"sm_{chip} {operation}: {_CONFIGURATION.format(str(pages).removeprefix('torch.'))}: "
         for form, (operation, pages) in FORMS.items()
         for chip in chips
     }

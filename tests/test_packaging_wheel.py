@@ -63,7 +63,11 @@ def test_the_wheel_has_only_the_data_that_a_server_or_check_reads(files: list[st
         "tpu/shapes/deepseek-v2-lite.json",
         "tpu/shapes/deepseek-v3.json",
         "tpu/shapes/gemma-3-27b.json",
+        "tpu/shapes/gpt-oss-120b.json",
+        "tpu/shapes/gpt-oss-20b.json",
         "tpu/shapes/llama-3.1-8b.json",
+        "tpu/shapes/qwen3-235b-a22b.json",
+        "tpu/shapes/qwen3-30b-a3b.json",
         "tpu/shapes/qwen3-32b.json",
         "tpu/shapes/qwen3-8b.json",
     ]

@@ -112,7 +112,7 @@ def test_several_ranks_compute_the_same_as_one(family: str, tmp_path: Path) -> N
     alone, sequences = TorchPagedModel(folder), prompts()
     expected = alone.run(sequences, STEPS)
     layers = alone.model.decoder_layers
-    for size, expert_parts in ((2, 2), (4, 1), (4, 2)):
+    for size, expert_parts in ((2, 1), (4, 2)):
         ranks = thread_ranks(size)
         models = [TorchPagedModel(folder, parallel=rank, expert_parts=expert_parts) for rank in ranks]
         for whole, *parts in zip(layers, *(model.model.decoder_layers for model in models), strict=True):
