@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
 from typing import Final, Literal
 
 import jax.numpy as jnp
@@ -42,6 +41,9 @@ _FLOAT32 = frozenset({Part.ROUTER, Part.SHARED_ROUTER})
 _WIDENED = frozenset({Part.EMBEDDING, Part.KEY_UP, Part.VALUE_UP})
 """Matrices that are looked up, or by which latent attention multiplies queries, are in the dtype of activations."""
 
+_ABOUT_THE_LEAST = 1.05
+"""Weights may take this many times the least memory, for fewer parts of the experts."""
+
 _BFLOAT16_BYTES = 2
 
 
@@ -69,8 +71,9 @@ def choose(
     encodings: Encodings | None = None,
 ) -> Choices:
     """Chooses options for a model on a slice; `tp`: devices of each of `replicas`, and `ep`: parts of the experts, if
-    given (`WHOLE_EXPERTS`: as many as devices). Otherwise experts are divided by their columns, if the weights fit that
-    way. `encodings`: of the checkpoint's matrices; by default they are plain, or as `quantization` makes them.
+    given (`WHOLE_EXPERTS`: as many as devices). Otherwise as few parts as keep weights small: parts of columns may cut
+    groups, which are widened then. `encodings`: of the checkpoint's matrices; by default they are plain, or as
+    `quantization` makes them.
 
     Raises `ConfigError` if the slice cannot be divided, the model cannot be sharded, or its weights do not fit."""
     topology = machine.topology
@@ -92,7 +95,8 @@ def choose(
         parts: weight_bytes(model, Parallelism(chosen, parts), bytes_per_weight(dtype), encodings)
         for parts in _parts_wanted(model, chosen, ep)
     }
-    found, weights = next((item for item in sizes.items() if item[1] < usable), min(sizes.items(), key=itemgetter(1)))
+    found = min(parts for parts, size in sizes.items() if size <= _ABOUT_THE_LEAST * min(sizes.values()))
+    weights = sizes[found]
     if weights >= usable:
         raise ConfigError(
             f"{weights / GIB:.1f} GiB of weights on each of {chosen} devices do not fit in {usable / GIB:.1f} GiB of "
@@ -109,7 +113,9 @@ def choose(
             *(
                 []
                 if found == 1
-                else [f"ep {found}: " + ("as given" if ep else "the fewest parts of experts with which weights fit")]
+                else [
+                    f"ep {found}: " + ("as given" if ep else "the fewest parts of experts with which weights are small")
+                ]
             ),
             f"page size {PAGE_SIZE}: fills whole memory tiles",
             f"mem-fraction-static {fraction:g}: {weights / GIB:.1f} GiB of weights and up to "

@@ -46,7 +46,7 @@ def _take_defaults(context: click.Context, parameter: click.Parameter, file: Pat
 @option_by_all_names(
     "ep_size",
     type=click.IntRange(min=1),
-    help="into how many parts the experts are divided; default: 1, or as many as their weights need to fit",
+    help="into how many parts the experts are divided; default: as few as keep weights small, mostly 1",
 )
 @option_by_all_names("enable_expert_parallel", is_flag=True, help="as --ep-size with all devices of a replica")
 @option_by_all_names(
