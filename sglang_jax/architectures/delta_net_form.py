@@ -26,6 +26,14 @@ DELTA_NET_NAMES: TensorNames = {
 }
 """Names of the tensors of a delta net, without the projections of its input."""
 
+SEPARATE_INPUT_NAMES: TensorNames = {
+    Part.STATE_INPUT: TensorName("linear_attn.in_proj_qkv"),
+    Part.STATE_GATE: TensorName("linear_attn.in_proj_z"),
+    Part.UPDATE_RATE: TensorName("linear_attn.in_proj_b"),
+    Part.DECAY_INPUT: TensorName("linear_attn.in_proj_a"),
+}
+"""Names of Qwen3.5's projections of a delta net's input."""
+
 
 def read_common(fields: JsonFields, defaults: Defaults) -> CommonFields:
     """Reads the common fields; a quarter of each head rotates by default."""

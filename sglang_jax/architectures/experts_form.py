@@ -25,9 +25,11 @@ def read_experts(
     size: str = "intermediate_size",
     default_size: int = 0,
     counts: Sequence[str] = _COUNTS,
+    of_token: str = "num_experts_per_tok",
 ) -> ExpertsConfig:
     """The experts of a config.json; families replace fields that differ. `num_experts` and `chosen` are defaults.
-    `size`: the field with an expert's columns, required if `default_size` is 0. `counts`: fields with `num_experts`.
+    `size`: the field with an expert's columns, required if `default_size` is 0. `counts`: fields with `num_experts`;
+    `of_token`: the one with `chosen`.
 
     **Raises:** `CheckpointError` for no experts, too many, or fewer than a token chooses.
     """
@@ -38,13 +40,13 @@ def read_experts(
             f"{fields.file}: {quote(count)} experts in each of {common.num_layers} layers; the limit for all layers "
             f"together is {MAX_EXPERTS}"
         )
-    of_token = fields.size("num_experts_per_tok", chosen)
-    if of_token > count:
+    chosen = fields.size(of_token, chosen)
+    if chosen > count:
         raise CheckpointError(
-            f"{fields.file}: num_experts_per_tok is {of_token}, it must be at most the number of experts ({count})"
+            f"{fields.file}: {of_token} is {chosen}, it must be at most the number of experts ({count})"
         )
     columns = fields.size(size, default_size) if default_size else fields.required_integer(size)
-    return ExpertsConfig(num_experts=count, chosen=of_token, size=columns, activation=common.activation())
+    return ExpertsConfig(num_experts=count, chosen=chosen, size=columns, activation=common.activation())
 
 
 def sparse_layers(

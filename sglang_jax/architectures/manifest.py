@@ -89,6 +89,7 @@ class ParameterSpec:
       rows of the tensor's heads belong to the parameter.
     - `places`: alternative places of a parameter of experts; `tensor` and `gguf` name the first and the last.
     - `also`: other Hugging Face names that the tensor may have.
+    - `as_row`: the tensor of a vector of n numbers is `[1, n]`.
     - `default`: its value if a checkpoint lacks the tensor; None if the tensor is required.
     """
 
@@ -106,6 +107,7 @@ class ParameterSpec:
     sections: Sections = ()
     places: tuple[ExpertsPlace, ...] = ()
     also: tuple[str, ...] = ()
+    as_row: bool = False
     default: float | None = None
 
     def tensor_of(self, names: Container[str]) -> str:
@@ -179,7 +181,7 @@ class Manifest:
                 continue
             tensor = spec.tensor_of(present)
             rows = max(shapes.get(tensor, (0,))[0], spec.first_row + spec.stored_rows)
-            shapes[tensor] = (rows, *spec.shape[1:])
+            shapes[tensor] = (1, rows) if spec.as_row else (rows, *spec.shape[1:])
         return shapes
 
     def of_layer(self, layer: int | None) -> list[ParameterSpec]:
@@ -279,6 +281,7 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
             parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
             parameter.sections,
             also=(hf_name(replace(name, hf=name.also), parameter.kind, layer),) if name.also else (),
+            as_row=name.as_row,
         )
         rows[tensor] = max(rows.get(tensor, 0), first + spec.stored_rows)
         yield spec

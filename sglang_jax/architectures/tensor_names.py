@@ -97,6 +97,7 @@ class TensorName:
     - `stacked`: for a part of experts, tensors that may hold it instead of one tensor per expert. GGUF files always
       have one tensor for all experts, which is not shared, transposed or alternating.
     - `also`: another Hugging Face name that the tensor may have.
+    - `as_row`: in Hugging Face folders, a vector of n numbers is `[1, n]`.
     """
 
     hf: str
@@ -105,6 +106,7 @@ class TensorName:
     layers: str = "model.layers"
     stacked: tuple[Stacked, ...] = ()
     also: str | None = None
+    as_row: bool = False
 
 
 TensorNames = Mapping[Part, TensorName]
@@ -170,6 +172,17 @@ EXPERTS_NAMES: TensorNames = {
     Part.SHARED_ROUTER: TensorName("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
 }
 """Names of families with experts, after Qwen's. transformers 5 stacks experts, but usually saves a tensor for each."""
+
+_OF_MIXTRAL = f"block_sparse_moe.experts.{EXPERT}"
+
+MIXTRAL_NAMES: TensorNames = {
+    **LLAMA_NAMES,
+    Part.ROUTER: TensorName("block_sparse_moe.gate", "ffn_gate_inp", also="mlp.gate"),
+    Part.EXPERT_GATE: TensorName(f"{_OF_MIXTRAL}.w1", "ffn_gate_exps", stacked=(STACKED_GATE_UP,)),
+    Part.EXPERT_UP: TensorName(f"{_OF_MIXTRAL}.w3", "ffn_up_exps", stacked=(STACKED_GATE_UP,)),
+    Part.EXPERT_DOWN: TensorName(f"{_OF_MIXTRAL}.w2", "ffn_down_exps", stacked=(STACKED_DOWN,)),
+}
+"""Names of families with experts, after Mixtral's."""
 
 LATENT_NAMES: TensorNames = {
     Part.QUERY_LATENT: TensorName("self_attn.q_a_proj"),

@@ -136,7 +136,6 @@ def check_unread(fields: JsonFields) -> None:
 
 
 _MEANINGS = {
-    "moe_num_experts": "an unsupported kind of experts",
     "is_encoder_decoder": "an encoder in addition to the decoder",
     "num_mel_bins": "audio",
     "audio_config": "audio",

@@ -237,11 +237,14 @@ class _Part:
             places = stored_places(spec.fused_heads, spec.stored_rows)[first:last]
             start, stop = int(places.min()), int(places.max()) + 1
             places = places - start
-        return cls(spec, first, last, (slice(spec.first_row + start, spec.first_row + stop), *rest), places)
+        stored = (slice(spec.first_row + start, spec.first_row + stop), *rest)
+        return cls(spec, first, last, (slice(1), *stored) if spec.as_row else stored, places)
 
     def rows_in_order(self, found: Array) -> Array:
         """The parameter's rows out of those of a fused tensor, and the rows of heads in the model's order."""
         spec = self.spec
+        if spec.as_row:
+            (found,) = found
         if self.places is not None:
             found = found[self.places]
         if spec.interleaved or spec.rotated_rows:

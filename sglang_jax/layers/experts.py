@@ -35,8 +35,6 @@ from sglang_jax.layers.sharding import TENSOR, automatic_mesh, has_first_copy, p
 _FLOAT32 = jnp.dtype(jnp.float32)
 _NUMBERED = (Axis.ROUTED, Axis.EXPERTS)
 """The experts as a router numbers them, and as devices have them."""
-_MIN_SUM = 1e-20
-"""Minimum sum by which scores are divided, since all sigmoids may be 0."""
 
 
 class Experts(nnx.Module):
@@ -206,7 +204,7 @@ def choose_experts(
     if config.scores is ExpertScores.CHOSEN_SOFTMAX:
         chosen = jax.nn.softmax(chosen, axis=-1)
     if config.renormalised:
-        chosen = chosen / jnp.maximum(chosen.sum(-1, keepdims=True), _MIN_SUM)
+        chosen = chosen / (chosen.sum(-1, keepdims=True) + config.added_to_sum)
     unused = padding[:, None]
     return ExpertChoice(jnp.where(unused, config.num_experts, experts), jnp.where(unused, 0.0, chosen * config.scale))
 

@@ -108,7 +108,7 @@ def test_missing_fields_take_transformers_defaults(family: str, tmp_path: Path) 
     assert attention.num_kv_heads == theirs_of_layer.num_key_value_heads
     assert attention.head_dim == (getattr(theirs_of_layer, "head_dim", None) or 128)
     assert config.max_position == theirs.max_position_embeddings
-    eps = {"cohere2": "layer_norm_eps", "lfm2": "norm_eps"}.get(family, "rms_norm_eps")
+    eps = {"cohere2": "layer_norm_eps", "lfm2": "norm_eps", "lfm2_moe": "norm_eps"}.get(family, "rms_norm_eps")
     assert config.final_norm.eps == getattr(theirs, eps)
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
     assert config.bos_token_id == theirs.bos_token_id
@@ -138,10 +138,13 @@ def test_missing_fields_take_transformers_defaults(family: str, tmp_path: Path) 
     [
         ("lfm2", {"full_attn_idxs": [2, 5]}),
         ("qwen3_5_text", {}),
+        ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 4}),
+        ("qwen3_5_moe_text", {}),
         ("qwen3_next", {}),
         ("mamba2", {}),
         ("falcon_h1", {"mamba_d_ssm": 4096}),
         ("granitemoehybrid", {"num_local_experts": 0}),
+        ("granitemoehybrid", {}),
         ("nemotron_h", {"hybrid_override_pattern": "M-M*-MM-"}),
     ],
 )

@@ -72,6 +72,9 @@ EXPERTS: dict[str, FamilyCase] = {
             "attention_bias": True,
         },
     ),
+    "glm4_moe": FamilyCase("glm4_moe", 4, {"use_qk_norm": True, "attention_bias": True}),
+    "ernie4_5_moe": FamilyCase("ernie4_5_moe", 1),
+    "minimax_m2": FamilyCase("minimax_m2", 16, {"rotary_dim": 16}),
 }
 """Families with mixtures of experts."""
 
@@ -199,6 +202,11 @@ HYBRIDS: dict[str, FamilyCase] = {
     "mamba2": FamilyCase("mamba2", 4),
     "falcon_h1": FamilyCase("falcon_h1", 16),
     "granite_hybrid": FamilyCase("granitemoehybrid", 1),
+    "granite_hybrid_experts": FamilyCase(
+        "granitemoehybrid", 4, {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48}
+    ),
+    "qwen3_5_moe": FamilyCase("qwen3_5_moe_text", 16),
+    "lfm2_moe": FamilyCase("lfm2_moe", 4),
     "nemotron_h": FamilyCase("nemotron_h", 4),
 }
 """Families with layers that keep a recurrent state."""

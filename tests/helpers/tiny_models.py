@@ -155,6 +155,36 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "time_step_min": 0.2,
     },
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        **_EXPERTS,
+    },
+    "lfm2_moe": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.7,
+        **_EXPERTS,
+    },
+    "glm4_moe": {**_GROUPED_EXPERTS, "head_dim": 32},
+    "ernie4_5_moe": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+        "moe_num_experts": 6,
+        "moe_k": 3,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 2,
+    },
+    "minimax_m2": {**_LOCAL_EXPERTS, "intermediate_size": 48, "head_dim": 32},
     "qwen3_moe": {"moe_intermediate_size": 48, **_EXPERTS},
     "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, **_EXPERTS},
     "mixtral": {**_LOCAL_EXPERTS, "intermediate_size": 48},
@@ -219,12 +249,12 @@ def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any
         for name, parameter in model.named_parameters():
             noise = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             scaled = _scaled(name, noise, architecture)
-            zero_centred = architecture in ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_next")
+            zero_centred = architecture in ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
             if zero_centred and name.endswith("norm.weight") and "linear_attn" not in name:
                 scaled -= 1.0  # they multiply by 1 + w
             parameter.copy_(torch.from_numpy(scaled))
         for name, buffer in model.named_buffers():
-            if name.endswith(("layer_scalar", "e_score_correction_bias")):
+            if name.endswith(("layer_scalar", "e_score_correction_bias", "expert_bias")):
                 noise = generator.standard_normal(tuple(buffer.shape), dtype=np.float32)
                 buffer.copy_(torch.from_numpy(_scaled(name, noise)))
     return model.eval()

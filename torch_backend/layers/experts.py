@@ -27,9 +27,6 @@ from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.layers.row_tiles import RowTiles
 from torch_backend.rounded_rows import Rounding, Rows
 
-_MIN_SUM = 1e-20
-"""Minimum of the sum by which scores are divided: sigmoids may all be 0."""
-
 _FIXED_TILE = 16
 """Rows of a tile if results must not depend on the number of rows."""
 
@@ -280,7 +277,7 @@ def choose_experts(
     if config.scores is ExpertScores.CHOSEN_SOFTMAX:
         chosen = chosen.softmax(-1)
     if config.renormalised:
-        chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=_MIN_SUM)
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + config.added_to_sum)
     unused = padding[:, None]
     return ExpertChoice(
         experts.masked_fill(unused, config.num_experts), (chosen * config.scale).masked_fill(unused, 0.0)

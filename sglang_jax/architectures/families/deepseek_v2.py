@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
-from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.kinds.experts import ExpertsConfig
-from sglang_jax.architectures.latent_form import (
-    DEEPSEEK_NAMES,
+from sglang_jax.architectures.deepseek_experts_form import (
     ExpertDefaults,
-    LatentDefaults,
     check_choice,
     check_groups,
     layers_with_experts,
-    read_attention,
-    read_common,
     read_deepseek_experts,
 )
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
+from sglang_jax.architectures.latent_form import DEEPSEEK_NAMES, LatentDefaults, read_attention, read_common
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family
 from sglang_jax.errors import CheckpointError

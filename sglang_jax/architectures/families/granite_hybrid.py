@@ -1,17 +1,19 @@
-"""Granite 4 (2025), dense hybrids: Mamba-2 or attention in each layer, with Granite's multipliers."""
+"""Granite 4 (2025), hybrids: Mamba-2 or attention in each layer, with Granite's multipliers. Each layer has a shared
+expert, and either no other experts or a mixture of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.granite_form import GRANITE_EXPERTS_NAMES, read_granite_experts
 from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig
 from sglang_jax.architectures.mamba_form import mamba_names, mamba_of_hybrid
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName
-from sglang_jax.errors import CheckpointError
 
 _NAME = "granitemoehybrid"
 _DEFAULTS = Defaults(max_position=2048, bos_token_id=1, eos_token_id=2)
@@ -19,12 +21,6 @@ _MAMBA, _ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attentio
 
 
 def configure(fields: JsonFields) -> ModelConfig:
-    experts = fields.count_or("num_local_experts", 8)
-    if experts:
-        raise CheckpointError(
-            f"{fields.file}: num_local_experts is {experts}; only dense hybrid Granite models are supported, without "
-            "experts (0)"
-        )
     common = CommonFields.read(fields, _DEFAULTS)
     norm = common.norm()
     mamba = mamba_of_hybrid(fields, common.hidden_size)
@@ -37,10 +33,11 @@ def configure(fields: JsonFields) -> ModelConfig:
         bias=bias,
         out_bias=bias,
     )
+    feed_forward = _feed_forward(common)
     layers = [
         LayerConfig(
             mixer=mamba if kind in _MAMBA else attention,
-            feed_forward=_feed_forward(common),
+            feed_forward=feed_forward,
             mixer_norms=SublayerNorms(pre=norm),
             feed_forward_norms=SublayerNorms(pre=norm),
             residual_multiplier=fields.positive("residual_multiplier", 1.0),
@@ -54,13 +51,16 @@ def configure(fields: JsonFields) -> ModelConfig:
     )
 
 
-def _feed_forward(common: CommonFields) -> FeedForwardConfig:
+def _feed_forward(common: CommonFields) -> FeedForwardConfig | ExpertsConfig:
     """Models without experts have only the shared expert."""
-    size = common.fields.count("shared_intermediate_size")
-    return replace(common.feed_forward(), size=1024 if size is None else size)
+    shared = common.fields.count("shared_intermediate_size")
+    shared = 1024 if shared is None else shared
+    if not common.fields.count_or("num_local_experts", 8):
+        return FeedForwardConfig(size=shared, activation=common.activation())
+    return replace(read_granite_experts(common), shared_size=shared)
 
 
-_GATE_AND_UP = TensorName("shared_mlp.input_linear")
+_GATE_AND_UP, _DOWN = TensorName("shared_mlp.input_linear"), TensorName("shared_mlp.output_linear")
 
 FAMILY = Family(
     name=_NAME,
@@ -68,9 +68,13 @@ FAMILY = Family(
     configure=configure,
     names={
         **LLAMA_NAMES,
+        **GRANITE_EXPERTS_NAMES,
         **mamba_names("mamba"),
         Part.GATE: _GATE_AND_UP,
         Part.UP: _GATE_AND_UP,
-        Part.DOWN: TensorName("shared_mlp.output_linear"),
+        Part.DOWN: _DOWN,
+        Part.SHARED_GATE: _GATE_AND_UP,
+        Part.SHARED_UP: _GATE_AND_UP,
+        Part.SHARED_DOWN: _DOWN,
     },
 )

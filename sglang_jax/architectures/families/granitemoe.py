@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
-from sglang_jax.architectures.experts_form import read_experts
+from sglang_jax.architectures.granite_form import GRANITE_EXPERTS_NAMES, read_granite_experts
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.kinds.experts import ExpertScores
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family, GgufForm
-from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, TensorName, TensorNames
+from sglang_jax.architectures.tensor_names import LLAMA_NAMES
 
 _NAME = "granitemoe"
 _DEFAULTS = Defaults(max_position=2048, bos_token_id=1, eos_token_id=2)
@@ -20,9 +19,10 @@ def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
     bias = fields.boolean("attention_bias") or False
     scale = fields.positive("attention_multiplier", 1.0)
-    experts = replace(read_experts(common, num_experts=8, chosen=2), scores=ExpertScores.CHOSEN_SOFTMAX)
     layer = replace(
-        common.pre_norm_layer(replace(common.attention(), scale=scale, bias=bias, out_bias=bias), experts),
+        common.pre_norm_layer(
+            replace(common.attention(), scale=scale, bias=bias, out_bias=bias), read_granite_experts(common)
+        ),
         residual_multiplier=fields.positive("residual_multiplier", 1.0),
     )
     return replace(
@@ -31,18 +31,6 @@ def configure(fields: JsonFields) -> ModelConfig:
         logit_multiplier=1 / fields.positive("logits_scaling", 1.0),
     )
 
-
-_MODULE = "block_sparse_moe"
-_GATE_UP = Stacked(f"{_MODULE}.input_linear.weight"), Stacked(f"{_MODULE}.experts.gate_up_proj")
-_DOWN = Stacked(f"{_MODULE}.output_linear.weight"), Stacked(f"{_MODULE}.experts.down_proj")
-
-_NAMES: TensorNames = {
-    **LLAMA_NAMES,
-    Part.ROUTER: TensorName(f"{_MODULE}.router.layer", "ffn_gate_inp", also=f"{_MODULE}.router"),
-    Part.EXPERT_GATE: TensorName(f"{_MODULE}.input_linear", "ffn_gate_exps", stacked=_GATE_UP),
-    Part.EXPERT_UP: TensorName(f"{_MODULE}.input_linear", "ffn_up_exps", stacked=_GATE_UP),
-    Part.EXPERT_DOWN: TensorName(f"{_MODULE}.output_linear", "ffn_down_exps", stacked=_DOWN),
-}
 
 _GGUF_FIELDS = {
     "embedding_multiplier": "embedding_scale",
@@ -55,6 +43,6 @@ FAMILY = Family(
     name=_NAME,
     class_name="GraniteMoeForCausalLM",
     configure=configure,
-    names=_NAMES,
+    names={**LLAMA_NAMES, **GRANITE_EXPERTS_NAMES},
     gguf=GgufForm(name="granitemoe", fields=_GGUF_FIELDS, interleaved=True, experts=True),
 )

@@ -9,15 +9,7 @@ from sglang_jax.architectures.experts_form import read_experts
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family, GgufForm
-from sglang_jax.architectures.tensor_names import (
-    EXPERT,
-    LLAMA_NAMES,
-    STACKED_DOWN,
-    STACKED_GATE_UP,
-    Part,
-    TensorName,
-    TensorNames,
-)
+from sglang_jax.architectures.tensor_names import MIXTRAL_NAMES
 from sglang_jax.errors import CheckpointError
 
 _NAME = "mixtral"
@@ -33,20 +25,10 @@ def configure(fields: JsonFields) -> ModelConfig:
     return common.model(_NAME, [common.pre_norm_layer(attention, experts)] * common.num_layers)
 
 
-_EACH = f"block_sparse_moe.experts.{EXPERT}"
-
-_NAMES: TensorNames = {
-    **LLAMA_NAMES,
-    Part.ROUTER: TensorName("block_sparse_moe.gate", "ffn_gate_inp", also="mlp.gate"),
-    Part.EXPERT_GATE: TensorName(f"{_EACH}.w1", "ffn_gate_exps", stacked=(STACKED_GATE_UP,)),
-    Part.EXPERT_UP: TensorName(f"{_EACH}.w3", "ffn_up_exps", stacked=(STACKED_GATE_UP,)),
-    Part.EXPERT_DOWN: TensorName(f"{_EACH}.w2", "ffn_down_exps", stacked=(STACKED_DOWN,)),
-}
-
 FAMILY = Family(
     name=_NAME,
     class_name="MixtralForCausalLM",
     configure=configure,
-    names=_NAMES,
+    names=MIXTRAL_NAMES,
     gguf=GgufForm(name="llama", interleaved=True, experts=True),
 )

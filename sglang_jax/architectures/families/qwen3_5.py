@@ -6,11 +6,11 @@ For text, positions are equal on all three axes of the multimodal rotation, so i
 from __future__ import annotations
 
 from sglang_jax.architectures.common_fields import Defaults
-from sglang_jax.architectures.delta_net_form import DELTA_NET_NAMES, delta_net_model, read_common
+from sglang_jax.architectures.delta_net_form import DELTA_NET_NAMES, SEPARATE_INPUT_NAMES, delta_net_model, read_common
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family
-from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName
+from sglang_jax.architectures.tensor_names import LLAMA_NAMES
 
 _NAME = "qwen3_5_text"
 _DEFAULTS = Defaults(max_position=32768, num_kv_heads=4, head_dim=256)
@@ -28,9 +28,6 @@ FAMILY = Family(
     names={
         **LLAMA_NAMES,
         **DELTA_NET_NAMES,
-        Part.STATE_INPUT: TensorName("linear_attn.in_proj_qkv"),
-        Part.STATE_GATE: TensorName("linear_attn.in_proj_z"),
-        Part.UPDATE_RATE: TensorName("linear_attn.in_proj_b"),
-        Part.DECAY_INPUT: TensorName("linear_attn.in_proj_a"),
+        **SEPARATE_INPUT_NAMES,
     },
 )

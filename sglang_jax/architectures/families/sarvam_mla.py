@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import Defaults
-from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.latent_form import (
-    DEEPSEEK_NAMES,
+from sglang_jax.architectures.deepseek_experts_form import (
     ExpertDefaults,
-    LatentDefaults,
     layers_with_experts,
     mtp_layers,
-    read_attention,
     read_balanced_experts,
-    read_common,
 )
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.latent_form import DEEPSEEK_NAMES, LatentDefaults, read_attention, read_common
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family
 

@@ -44,7 +44,8 @@ class ExpertsConfig:
 
     - `chosen`: experts per token: those with the highest scores, and of equal scores those with the lower number.
     - `size`: columns of each expert, a gated layer as in `FeedForwardConfig`; `clamped`: replaces its gate.
-    - `renormalised`: the scores of the chosen experts are divided by their sum. `scale` multiplies them after that.
+    - `renormalised`: the scores of the chosen experts are divided by their sum, to which `added_to_sum` is added: all
+      sigmoids may be 0. `scale` multiplies them after that.
     - `correction`: the checkpoint has a number per expert, which is added to its score for the choice only
       (DeepSeek-V3's load balancing without an auxiliary loss).
     - `groups`: experts are chosen from the best `chosen_groups` of `groups` groups, ranked by the sum of the best
@@ -61,6 +62,7 @@ class ExpertsConfig:
     clamped: ClampedGate | None = None
     scores: ExpertScores = ExpertScores.SOFTMAX
     renormalised: bool = False
+    added_to_sum: float = 1e-20
     scale: float = 1.0
     correction: bool = False
     groups: int = 1
