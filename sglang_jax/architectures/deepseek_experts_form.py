@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sglang_jax.architectures.common_fields import CommonFields
-from sglang_jax.architectures.experts_form import read_experts
+from sglang_jax.architectures.experts_form import read_expert_sizes
 from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.tensor_names import EXPERTS_NAMES, Part, TensorName, TensorNames
@@ -37,12 +37,12 @@ class ExpertDefaults:
     chosen_groups: int = 1
 
 
-def read_deepseek_experts(common: CommonFields, defaults: ExpertDefaults) -> ExpertsConfig:
+def read_deepseek_experts(fields: JsonFields, num_layers: int, defaults: ExpertDefaults) -> ExpertsConfig:
     """Reads DeepSeek's experts: chosen in groups, with shared experts, which become one that is as large as all of
-    them. Families add the scores, and call `check_groups`."""
-    fields = common.fields
-    experts = read_experts(
-        common,
+    them. Families add the activation and the scores, and call `check_groups`."""
+    experts = read_expert_sizes(
+        fields,
+        num_layers,
         num_experts=defaults.num_experts,
         chosen=defaults.chosen or fields.required_integer("num_experts_per_tok"),
         size="moe_intermediate_size",
@@ -68,13 +68,19 @@ def _groups(fields: JsonFields, name: str, default: int) -> int:
 
 
 def read_balanced_experts(common: CommonFields, defaults: ExpertDefaults) -> ExpertsConfig:
-    """Reads DeepSeek-V3's experts: scores are sigmoids, and a correction is added for the choice only."""
-    fields = common.fields
+    """Reads DeepSeek-V3's experts, with the common activation."""
+    experts = read_balanced_sizes(common.fields, common.num_layers, defaults)
+    return replace(experts, activation=common.activation())
+
+
+def read_balanced_sizes(fields: JsonFields, num_layers: int, defaults: ExpertDefaults) -> ExpertsConfig:
+    """Reads experts whose scores are sigmoids, to which a correction is added for the choice only. Families add the
+    activation."""
     check_choice(fields, "scoring_func", "sigmoid")
     check_choice(fields, "topk_method", "noaux_tc")
     renormalised = fields.boolean("norm_topk_prob")
     experts = replace(
-        read_deepseek_experts(common, defaults),
+        read_deepseek_experts(fields, num_layers, defaults),
         scores=ExpertScores.SIGMOID,
         correction=True,
         renormalised=renormalised is not False,

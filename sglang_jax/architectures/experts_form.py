@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields
 from sglang_jax.architectures.json_fields import JsonFields
@@ -27,17 +28,41 @@ def read_experts(
     counts: Sequence[str] = _COUNTS,
     of_token: str = "num_experts_per_tok",
 ) -> ExpertsConfig:
+    """As `read_expert_sizes`, with the common activation."""
+    experts = read_expert_sizes(
+        common.fields,
+        common.num_layers,
+        num_experts=num_experts,
+        chosen=chosen,
+        size=size,
+        default_size=default_size,
+        counts=counts,
+        of_token=of_token,
+    )
+    return replace(experts, activation=common.activation())
+
+
+def read_expert_sizes(
+    fields: JsonFields,
+    num_layers: int,
+    *,
+    num_experts: int,
+    chosen: int,
+    size: str = "intermediate_size",
+    default_size: int = 0,
+    counts: Sequence[str] = _COUNTS,
+    of_token: str = "num_experts_per_tok",
+) -> ExpertsConfig:
     """The experts of a config.json; families replace fields that differ. `num_experts` and `chosen` are defaults.
     `size`: the field with an expert's columns, required if `default_size` is 0. `counts`: fields with `num_experts`;
     `of_token`: the one with `chosen`.
 
     **Raises:** `CheckpointError` for no experts, too many, or fewer than a token chooses.
     """
-    fields = common.fields
     count = _count(fields, counts) or num_experts
-    if count * common.num_layers > MAX_EXPERTS:
+    if count * num_layers > MAX_EXPERTS:
         raise CheckpointError(
-            f"{fields.file}: {quote(count)} experts in each of {common.num_layers} layers; the limit for all layers "
+            f"{fields.file}: {quote(count)} experts in each of {num_layers} layers; the limit for all layers "
             f"together is {MAX_EXPERTS}"
         )
     chosen = fields.size(of_token, chosen)
@@ -46,7 +71,7 @@ def read_experts(
             f"{fields.file}: {of_token} is {chosen}, it must be at most the number of experts ({count})"
         )
     columns = fields.size(size, default_size) if default_size else fields.required_integer(size)
-    return ExpertsConfig(num_experts=count, chosen=chosen, size=columns, activation=common.activation())
+    return ExpertsConfig(num_experts=count, chosen=chosen, size=columns)
 
 
 def sparse_layers(

@@ -49,6 +49,8 @@ class Part(StrEnum):
     DOWN = "down"
     ROUTER = "router"
     ROUTER_CORRECTION = "router_correction"
+    EXPERTS_INPUT = "experts_input"
+    EXPERTS_OUTPUT = "experts_output"
     EXPERT_GATE = "expert_gate"
     EXPERT_UP = "expert_up"
     EXPERT_DOWN = "expert_down"

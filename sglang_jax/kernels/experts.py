@@ -21,7 +21,6 @@ from sglang_jax.kernels.expert_groups_pallas import (
     rows_of_tile,
 )
 from sglang_jax.kernels.expert_pallas import (
-    Gate,
     OfColumns,
     SortedTiles,
     Widths,
@@ -51,6 +50,9 @@ _LARGEST_TILE = 32
 
 _NARROW = {Chip.V5E: "int8", Chip.V5P: "int8", Chip.V6E: "int8", Chip.TPU7X: "float8_e4m3fn"}
 """The 8-bit type that grouped products read directly; for others, libtpu 0.0.51 first writes a widened copy."""
+
+Gate = Callable[[jax.Array | None, jax.Array], jax.Array]
+"""Inner activations from the products of gate, None for experts without, and up."""
 
 Select = Callable[[jax.Array], jax.Array]
 """Gathers the entries of an array `[experts, ...]` that some rows need."""
@@ -123,7 +125,8 @@ class ExpertProducts(StrEnum):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a device, or its shard of their columns: matrices `[experts, columns, hidden]`, biases `[experts,
+    """The experts of a device, or its shard of their columns: matrices `[experts, columns, hidden]` (`gate`: None for
+    experts without gates), biases `[experts,
     columns]` (`[experts, hidden]` for `down`, which the caller adds). 8-bit matrices have float32 scales: `[experts,
     columns]`, and `[experts, hidden]` for `down`. Matrices in blocks are for `ExpertProducts.TILES`, on one device; all
     matrices in groups for `ExpertProducts.GROUPS`.
@@ -132,7 +135,7 @@ class ExpertWeights:
     columns, a shard of gpt-oss's 2,880, at every step: on v6e, products then took twice as long.
     """
 
-    gate: ExpertMatrices
+    gate: ExpertMatrices | None
     up: ExpertMatrices
     down: ExpertMatrices
     gate_bias: jax.Array | None = None
@@ -145,30 +148,32 @@ class ExpertWeights:
     @property
     def count(self) -> int:
         """The number of experts."""
-        if isinstance(self.gate, ExpertGroups):
-            return len(self.gate.weights.levels)
-        return self.gate.count if isinstance(self.gate, ExpertBlocks) else len(self.gate)
+        if isinstance(self.up, ExpertGroups):
+            return len(self.up.weights.levels)
+        return self.up.count if isinstance(self.up, ExpertBlocks) else len(self.up)
 
     @property
     def in_groups(self) -> bool:
-        return isinstance(self.gate, ExpertGroups)
+        return isinstance(self.up, ExpertGroups)
 
     @property
-    def plain(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def plain(self) -> tuple[jax.Array | None, jax.Array, jax.Array]:
         """Matrices of gate, up and down that are neither in blocks nor in groups."""
         found = self.gate, self.up, self.down
         assert not any(isinstance(each, ExpertBlocks | ExpertGroups) for each in found)
-        return cast("tuple[jax.Array, jax.Array, jax.Array]", found)
+        return cast("tuple[jax.Array | None, jax.Array, jax.Array]", found)
 
     @property
     def widened(self) -> bool:
         """Whether this chip's grouped products would widen some of the matrices in memory first."""
-        return not all(map(_reads, self.plain))
+        return not all(kernel is None or _reads(kernel) for kernel in self.plain)
 
     def part(self, tokens: int, chosen: int, experts: int) -> KernelPart | None:
         """How `KERNELS` compute a step of `tokens` tokens, each of which chooses some of `experts` on all devices: at
         once, or in few equal parts, each of which reads the weights again; None if that has no room."""
         gate, _, down = self.plain
+        if gate is None:
+            return None
         for count in (1, 2, 4, 8):
             own = -(-tokens // count)
             if count > 1 and own < _LEAST_TOKENS_OF_A_PART:
@@ -179,15 +184,17 @@ class ExpertWeights:
                 return KernelPart(own, rows, widths)
         return None
 
-    def scaled(self, gates: jax.Array, ups: jax.Array, of_rows: Select) -> tuple[jax.Array, jax.Array]:
-        """Products of gate and up, with scales and biases applied. `of_rows` gathers these for the products' rows."""
-        if self.gate_scales is not None:
-            gates = gates * of_rows(self.gate_scales)
-        if self.up_scales is not None:
-            ups = ups * of_rows(self.up_scales)
-        if self.gate_bias is not None and self.up_bias is not None:
-            gates, ups = gates + of_rows(self.gate_bias), ups + of_rows(self.up_bias)
-        return gates, ups
+    def inner(self, product: Callable[[ExpertMatrices], jax.Array], gate: Gate, of_rows: Select) -> jax.Array:
+        """The inner activations of rows: `gate` of their products with gate and up. `of_rows` gathers scales and biases
+        for these rows."""
+
+        def of(matrices: ExpertMatrices, scales: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+            found = product(matrices)
+            found = found if scales is None else found * of_rows(scales)
+            return found if bias is None else found + of_rows(bias)
+
+        gates = None if self.gate is None else of(self.gate, self.gate_scales, self.gate_bias)
+        return gate(gates, of(self.up, self.up_scales, self.up_bias))
 
 
 @jax.tree_util.register_dataclass
@@ -262,6 +269,11 @@ def _dot(x: jax.Array, kernel: jax.Array, spec: str) -> jax.Array:
     return jnp.einsum(spec, x, kernel.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
+def _array(matrices: ExpertMatrices) -> jax.Array:
+    assert isinstance(matrices, jax.Array), "neither in blocks nor in groups"
+    return matrices
+
+
 def _reads(kernel: jax.Array) -> bool:
     """Whether the target chip's grouped products read this matrix without widening it in memory."""
     return kernel.dtype.itemsize > 1 or kernel.dtype.name == _NARROW.get(current_chip())
@@ -293,12 +305,11 @@ def _in_parts(
 
 
 def _by_all(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate) -> jax.Array:
-    gate_kernel, up_kernel, down = weights.plain
-    gates, ups = (_dot(x, kernel, "th,eih->tei") for kernel in (gate_kernel, up_kernel))
-    gates, ups = weights.scaled(gates, ups, lambda array: array)
+    _, _, down = weights.plain
+    inner = weights.inner(lambda kernel: _dot(x, _array(kernel), "th,eih->tei"), gate, lambda array: array)
     scores = choice.by_expert(weights.count)[..., None]
     # An expert's output for tokens that did not choose it may be infinite.
-    inner = jnp.where(scores != 0, gate(gates, ups) * scores, 0.0)
+    inner = jnp.where(scores != 0, inner * scores, 0.0)
     if weights.down_scales is not None:
         # One sum over columns and experts, whose scales differ: the scales go onto the weights.
         down = (down.astype(jnp.float32) * weights.down_scales[:, None]).astype(x.dtype)
@@ -322,9 +333,9 @@ def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax
             preferred_element_type=jnp.float32,
         )
 
-    gate_kernel, up_kernel, down = weights.plain
-    gates, ups = weights.scaled(dot(x, gate_kernel, 2), dot(x, up_kernel, 2), lambda array: array[experts])
-    found = dot(gate(gates, ups).astype(x.dtype), down, 1)
+    _, _, down = weights.plain
+    inner = weights.inner(lambda kernel: dot(x, _array(kernel), 2), gate, lambda array: array[experts])
+    found = dot(inner.astype(x.dtype), down, 1)
     return found if weights.down_scales is None else found * weights.down_scales[experts]
 
 
@@ -335,6 +346,8 @@ def _in_kernels(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate
         raise ValueError(f"experts of {tokens} tokens do not fit into the vector memory of {current_chip()}")
     of_gate, of_up = OfColumns(weights.gate_scales, weights.gate_bias), OfColumns(weights.up_scales, weights.up_bias)
     gate_kernel, up_kernel, down = weights.plain
+
+    assert gate_kernel is not None, "a part only for experts with gates"
 
     def of_part(given: tuple[jax.Array, ExpertChoice]) -> jax.Array:
         x, choice = given
@@ -366,9 +379,12 @@ def _in_groups(
     assert isinstance(weights.down, ExpertGroups)
     inner, hidden = weights.down.weights.levels.shape[1] * weights.down.folds, x.shape[1]
     own = x[tiles.spread(tokens, rows)]
-    gates, ups = (product(own, matrices, inner) for matrices in (weights.gate, weights.up))
-    gates, ups = weights.scaled(gates, ups, lambda array: jnp.repeat(array[tiles.experts], rows, axis=0))
-    return product(gate(gates, ups), weights.down, hidden)[tiles.places]
+    found = weights.inner(
+        lambda matrices: product(own, matrices, inner),
+        gate,
+        lambda array: jnp.repeat(array[tiles.experts], rows, axis=0),
+    )
+    return product(found, weights.down, hidden)[tiles.places]
 
 
 def _in_tiles(
@@ -396,9 +412,8 @@ def _in_tiles(
             return _dot(rows, of_expert(matrices), spec)
 
         own = jax.lax.dynamic_slice(rows, (first, 0), (tile, rows.shape[1]))
-        gates, ups = (product(own, matrices, "th,ih->ti") for matrices in (weights.gate, weights.up))
-        gates, ups = weights.scaled(gates, ups, of_expert)
-        found = product(gate(gates, ups).astype(own.dtype), weights.down, "ti,ih->th")
+        inner = weights.inner(lambda matrices: product(own, matrices, "th,ih->ti"), gate, of_expert)
+        found = product(inner.astype(own.dtype), weights.down, "ti,ih->th")
         if weights.down_scales is not None:
             found = found * of_expert(weights.down_scales)
         return number + 1, jax.lax.dynamic_update_slice(outputs, found, (first, 0))

@@ -44,19 +44,20 @@ class Experts(nnx.Module):
         self.config = config
         self.for_tpu, self.tile_rows = options.implementation.for_tpu, options.implementation.tile_rows
         self.dtype, routed, experts = (options.dtype, *((axis, config.num_experts) for axis in _NUMBERED))
-        hidden, inner = (Axis.HIDDEN, options.hidden_size), (Axis.EXPERT_INTERMEDIATE, config.size)
+        stream, inner = (Axis.HIDDEN, options.hidden_size), (Axis.EXPERT_INTERMEDIATE, config.size)
+        hidden = (Axis.LATENT, config.latent) if config.latent else stream
 
         def bias(part: Part, *axes: tuple[Axis, int], wanted: bool = config.bias) -> Parameter | None:
             return parameter(axes, _FLOAT32, part, kind=ParameterKind.BIAS) if wanted else None
 
-        self.router = parameter([hidden, routed], _FLOAT32, Part.ROUTER)
+        self.router = parameter([stream, routed], _FLOAT32, Part.ROUTER)
         self.router_bias = bias(Part.ROUTER, routed, wanted=config.router_bias)
         self.correction = bias(Part.ROUTER_CORRECTION, routed, wanted=config.correction)
 
-        in_groups = {
-            part: _in_groups(part, column, options)
-            for part, column in ((Part.EXPERT_GATE, hidden), (Part.EXPERT_UP, hidden), (Part.EXPERT_DOWN, inner))
-        }
+        self.input = Linear([stream], [hidden], (Part.EXPERTS_INPUT,), options) if config.latent else None
+        self.output = Linear([hidden], [stream], (Part.EXPERTS_OUTPUT,), options) if config.latent else None
+        columns = {**dict.fromkeys(config.inner_parts, hidden), Part.EXPERT_DOWN: inner}
+        in_groups = {part: _in_groups(part, column, options) for part, column in columns.items()}
 
         def matrices(
             part: Part, row: tuple[Axis, int], column: tuple[Axis, int]
@@ -73,8 +74,9 @@ class Experts(nnx.Module):
             values = parameter(sizes, jnp.dtype(encoding.values.value), part, role=Role.VALUES)
             return values, parameter([experts, row], _FLOAT32, part, role=Role.SCALES)
 
-        self.gate, self.gate_scales = matrices(Part.EXPERT_GATE, inner, hidden)
-        self.gate_bias = bias(Part.EXPERT_GATE, experts, inner)
+        gated = Part.EXPERT_GATE in config.inner_parts
+        self.gate, self.gate_scales = matrices(Part.EXPERT_GATE, inner, hidden) if gated else (None, None)
+        self.gate_bias = bias(Part.EXPERT_GATE, experts, inner, wanted=config.bias and gated)
         self.up, self.up_scales = matrices(Part.EXPERT_UP, inner, hidden)
         self.up_bias = bias(Part.EXPERT_UP, experts, inner)
         self.down, self.down_scales = matrices(Part.EXPERT_DOWN, hidden, inner)
@@ -86,13 +88,21 @@ class Experts(nnx.Module):
         config = self.config
         choice = ExpertChoice(*in_tiles(self._choose, (x, step.padding), self.tile_rows))
         weights = self._weights()
-        found = _on_each_device(self._multiply_own, x.astype(self.dtype), weights, choice)
+        inputs = x if self.input is None else in_tiles(self.input, x, self.tile_rows)
+        found = _on_each_device(self._multiply_own, inputs.astype(self.dtype), weights, choice)
+        if self.output is not None:
+            found = in_tiles(self._to_stream, found, self.tile_rows)
         if self.shared is not None:
             found = found + self.shared(x)
         if memory.expert_tokens is not None:
             chosen = choice.tokens_of(config.num_experts)
             memory = replace(memory, expert_tokens=_add_to_words(memory.expert_tokens, chosen))
         return found.astype(x.dtype), memory
+
+    def _to_stream(self, latents: jax.Array) -> jax.Array:
+        """Float32 `[T, latent]` → float32 `[T, hidden]`."""
+        assert self.output is not None
+        return self.output(latents.astype(self.dtype)).astype(jnp.float32)
 
     def _products(self, tokens: int, weights: ExpertWeights) -> ExpertProducts:
         if weights.in_groups:
@@ -130,7 +140,8 @@ class Experts(nnx.Module):
     def _weights(self) -> ExpertWeights:
         scales = (self.gate_scales, self.up_scales, self.down_scales)
         further = (self.gate_bias, self.up_bias, self.down_bias, *scales)
-        gate, up, down = map(self._matrices, (self.gate, self.up, self.down))
+        gate = None if self.gate is None else self._matrices(self.gate)
+        up, down = map(self._matrices, (self.up, self.down))
         return ExpertWeights(gate, up, down, *(None if array is None else array[...] for array in further))
 
     def _matrices(self, stack: Parameter | BlockMatrix | GroupedExperts) -> ExpertMatrices:
@@ -140,7 +151,9 @@ class Experts(nnx.Module):
             return ExpertBlocks(self.config.num_experts, stack.multiply_one)
         return stack[...]
 
-    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def _gated(self, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+        if gate is None:
+            return jnp.square(jax.nn.relu(up))
         clamped = self.config.clamped
         if clamped is None:
             return ACTIVATIONS[self.config.activation](gate) * up
@@ -149,28 +162,33 @@ class Experts(nnx.Module):
 
 
 class SharedExpert(nnx.Module):
-    """A gated feed-forward layer for every token, whose output may have another gate."""
+    """A feed-forward layer for every token, as one of the experts, whose output may have a gate."""
 
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         hidden, inner = [(Axis.HIDDEN, options.hidden_size)], [(Axis.INTERMEDIATE, config.shared_size)]
-        both = [(Axis.GATE_OR_UP, 2), *inner]
-        self.gate_up = Linear(hidden, both, (Part.SHARED_GATE, Part.SHARED_UP), options)
+        rows = inner if config.squared_relu else [(Axis.GATE_OR_UP, 2), *inner]
+        self.gate_up = Linear(hidden, rows, config.shared_parts, options)
         self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), options)
         one = [*hidden, (Axis.ONE, 1)]
         self.router = parameter(one, _FLOAT32, Part.SHARED_ROUTER) if config.shared_gate else None
-        self.activation, self.tile_rows = config.activation, options.implementation.tile_rows
+        self.activation = None if config.squared_relu else config.activation
+        self.tile_rows = options.implementation.tile_rows
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[T, hidden]` → float32 `[T, hidden]`."""
         return in_tiles(self._outputs, x, self.tile_rows)
 
     def _outputs(self, x: jax.Array) -> jax.Array:
-        gate_up = self.gate_up(x)
-        activated = ACTIVATIONS[self.activation](gate_up[:, 0].astype(jnp.float32)).astype(x.dtype)
-        found = self.down(activated * gate_up[:, 1], of_outputs=True).astype(jnp.float32)
+        found = self.down(self._inner(self.gate_up(x)), of_outputs=True).astype(jnp.float32)
         if self.router is None:
             return found
         return found * jax.nn.sigmoid(matmul(x.astype(jnp.float32), self.router[...]))
+
+    def _inner(self, gate_up: jax.Array) -> jax.Array:
+        if self.activation is None:
+            return jnp.square(jax.nn.relu(gate_up))
+        activated = ACTIVATIONS[self.activation](gate_up[:, 0].astype(jnp.float32)).astype(gate_up.dtype)
+        return activated * gate_up[:, 1]
 
 
 def _product_of(part: Part, options: PartOptions) -> BlockProduct | GroupProduct | None:

@@ -99,7 +99,7 @@ _LATENT = sorted({case.architecture for case in LATENT.values()})
     "family", sorted({family.name for family in known_families()} - {*_WITHOUT_ATTENTION, *_LATENT})
 )
 def test_missing_fields_take_transformers_defaults(family: str, tmp_path: Path) -> None:
-    more = {"hidden_size_per_layer_input": 0} if family == "gemma4_text" else {}
+    more = {"gemma4_text": {"hidden_size_per_layer_input": 0}, "minimax_m2": {"rotary_dim": 64}}.get(family, {})
     config = configured(tmp_path, family, **more)
     theirs = transformers.AutoConfig.for_model(family, **_SHAPE, **more)
     first = next(number for number, layer in enumerate(config.layers) if layer.attention is not None)
@@ -127,6 +127,8 @@ def test_missing_fields_take_transformers_defaults(family: str, tmp_path: Path) 
     if "rope_theta" in theirs.rope_parameters:
         thetas = {attention.rope.theta for attention in config.attention if attention.rope is not None}
         assert thetas == {theirs.rope_parameters["rope_theta"]}
+        share = theirs.rope_parameters.get("partial_rotary_factor", 1.0)
+        assert attention.rope is None or attention.rope.partial_rotary_factor == share
     assert attention.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
     assert config.logit_cap == getattr(theirs, "final_logit_softcapping", None)
     if family in ("gemma2", "gemma3_text"):
@@ -146,6 +148,7 @@ def test_missing_fields_take_transformers_defaults(family: str, tmp_path: Path) 
         ("granitemoehybrid", {"num_local_experts": 0}),
         ("granitemoehybrid", {}),
         ("nemotron_h", {"hybrid_override_pattern": "M-M*-MM-"}),
+        ("nemotron_h", {"hybrid_override_pattern": "MEM*-MME"}),
     ],
 )
 def test_missing_fields_of_recurrent_layers_take_transformers_defaults(
@@ -222,7 +225,11 @@ def test_exaone4_rotates_all_layers_but_full_ones_of_a_hybrid(window: int | None
         ("nemotron_h", {}, "layers_block_type .or hybrid_override_pattern. has 0 entries for 8 layers; supported: "),
         ("nemotron_h", {"hybrid_override_pattern": "M-"}, "has 2 entries for 8 layers; supported: linear_attention .M"),
         ("nemotron_h", {"hybrid_override_pattern": "M-M*-MX-"}, "has 'X'; supported: linear_attention .M., full_att"),
-        ("nemotron_h", {"hybrid_override_pattern": "M-MEM*-E"}, "layer 3 has experts; only dense Nemotron-H models"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-MEM*-E", "mlp_bias": True}, "mlp_bias is true; only false is"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is true; only false is supported, experts have no biases"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1, it must be at most 1e-06"),
+        ("minimax_m2", {"attn_type_list": [1, 0] * 4}, "attn_type_list has linear attention; only 1 is supported"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: 'sigmoid'"),
         (
             "nemotron_h",
             {"layers_block_type": ["mlp"] * 8, "mlp_hidden_act": "silu"},

@@ -195,6 +195,17 @@ FAMILIES: dict[str, FamilyCase] = {
 }
 
 
+_SQUARED_EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+    "mlp_bias": False,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "routed_scaling_factor": 1.7,
+    "n_group": 2,
+}
+
 HYBRIDS: dict[str, FamilyCase] = {
     "lfm2": FamilyCase("lfm2", 4, {"conv_bias": True}),
     "qwen3_5": FamilyCase("qwen3_5_text", 16),
@@ -208,6 +219,8 @@ HYBRIDS: dict[str, FamilyCase] = {
     "qwen3_5_moe": FamilyCase("qwen3_5_moe_text", 16),
     "lfm2_moe": FamilyCase("lfm2_moe", 4),
     "nemotron_h": FamilyCase("nemotron_h", 4),
+    "nemotron_h_experts": FamilyCase("nemotron_h", 16, _SQUARED_EXPERTS),
+    "nemotron_h_latent": FamilyCase("nemotron_h", 1, _SQUARED_EXPERTS | {"moe_latent_size": 32}),
 }
 """Families with layers that keep a recurrent state."""
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from helpers.family_cases import EXPERTS, LATENT, PAGE_SIZES, Paged, check_alignments
+from helpers.family_cases import EXPERTS, HYBRIDS, LATENT, PAGE_SIZES, Paged, check_alignments
 from helpers.paged_model import PagedModel
 from helpers.parity_cases import STEPS, prompts
 from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_model
@@ -100,14 +100,14 @@ def test_16_bit_types_are_within_their_rounding(family: str, backend: str, dtype
     assert unit / 2 < error < 0.42 * np.sqrt(12 * exact.config.num_hidden_layers) * unit
 
 
-@pytest.mark.parametrize("family", [*EXPERTS, "deepseek_v2_lite"])
+@pytest.mark.parametrize("family", [*EXPERTS, "deepseek_v2_lite", "nemotron_h_latent"])
 def test_several_ranks_compute_the_same_as_one(family: str, tmp_path: Path) -> None:
-    """Each has a part of every expert, or of some. A layer has two sums, and one more where norms are over heads of all
-    ranks.
+    """Each has a part of every expert, or of some. Each part of a layer has a sum, and one more where norms are over
+    heads of all ranks.
 
     In latent attention each rank has its own heads, and all latent vectors.
     """
-    case = (EXPERTS | LATENT)[family]
+    case = (EXPERTS | LATENT | HYBRIDS)[family]
     folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
     alone, sequences = TorchPagedModel(folder), prompts()
     expected = alone.run(sequences, STEPS)
@@ -125,5 +125,7 @@ def test_several_ranks_compute_the_same_as_one(family: str, tmp_path: Path) -> N
         for found in on_threads([partial(model.run, sequences, STEPS) for model in models]):
             for logits, wanted in zip(found, expected, strict=True):
                 assert np.abs(logits - wanted).max() < 1e-4
-        sums = 1 + (2 + (family == "olmoe")) * len(layers)
+        norms = len(layers) if family in ("olmoe", "minimax_m2") else 0
+        norms += family == "nemotron_h_latent" and size > 2  # Mamba-2's norm is over two parts
+        sums = 1 + sum(len(layer.config.parts) for layer in layers) + norms
         assert [rank.sums for rank in ranks] == [len(STEPS) * sums] * size

@@ -50,7 +50,15 @@ def test_layers_with_other_heads_in_pages_of_any_size(page_size: int, tmp_path: 
     check_family(replace(FAMILIES["gemma4"], page_size=page_size), tmp_path, _load)
 
 
-_SLOW = {"mamba2", "granite_hybrid", "granite_hybrid_experts", "qwen3_5", "qwen3_5_moe", "lfm2_moe"}
+_SLOW = {
+    "mamba2",
+    "granite_hybrid",
+    "granite_hybrid_experts",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "lfm2_moe",
+    "nemotron_h_experts",
+}
 """For layers that other families have as well."""
 
 

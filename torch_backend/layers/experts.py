@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -69,6 +69,7 @@ class Experts(Loadable):
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         super().__init__()
         experts, hidden, dtype = config.num_experts, options.hidden_size, options.dtype
+        width = config.latent or hidden
         shard = options.shard
         inner = len(shard.of_axis(Axis.EXPERT_INTERMEDIATE, config.size))
         self._own = own = shard.of_axis(Axis.EXPERTS, experts)
@@ -77,13 +78,15 @@ class Experts(Loadable):
         self.router = self.declare("router", (experts, hidden), torch.float32, Part.ROUTER)
         self.router_bias = self._bias("router_bias", (experts,), Part.ROUTER, wanted=config.router_bias)
         self.correction = self._bias("correction", (experts,), Part.ROUTER_CORRECTION, wanted=config.correction)
-        both = (Part.EXPERT_GATE, Part.EXPERT_UP)
-        self.gate_up = expert_matrices((len(own), 2 * inner, hidden), both, options, bias=config.bias)
+        parts = config.inner_parts
+        self.gate_up = expert_matrices((len(own), len(parts) * inner, width), parts, options, bias=config.bias)
         # One rank has the bias: the sum over ranks adds it once.
         once = config.bias and shard.first_of_experts
-        self.down = expert_matrices((len(own), hidden, inner), (Part.EXPERT_DOWN,), options, bias=once)
+        self.down = expert_matrices((len(own), width, inner), (Part.EXPERT_DOWN,), options, bias=once)
         self.shared = SharedExpert(config, options) if config.shared_size else None
-        self._gated = _Gated(config.activation, config.clamped, options)
+        self.input = Linear(hidden, (width,), (Part.EXPERTS_INPUT,), options) if config.latent else None
+        self.output = Linear(width, (hidden,), (Part.EXPERTS_OUTPUT,), options) if config.latent else None
+        self._gated = _gate(config, options)
         self._each = options.each
         self._tile = _FIXED_TILE if options.fixed else None
         self._fixed_route: Product | None = None
@@ -122,17 +125,23 @@ class Experts(Loadable):
         if memory.expert_tokens is not None:
             memory.expert_tokens.add_(choice.tokens_of(len(self.router)))
         choice = choice.among(self._own)
-        if all(each.multiplies_sorted(x.device) for each in (self.gate_up, self.down)):
-            rounding = self.gate_up.rounding
-            # A token is rounded once for all of its experts.
-            found = self._sorted(x if rounding is None else rounding.round(x), choice, self._grouped)
-        elif x.device.type == "cpu":
-            found = self._sorted(x, choice, self._one_by_one)
-        else:
-            found = self._by_all(x, choice)
+        found = self._outputs(x if self.input is None else self.input(x), choice)
+        if self.output is not None:
+            # The projection of this rank's part: the sum over ranks follows.
+            found = self.output(found.to(self.dtype)).float()
         if self.shared is not None:
             found = found + self.shared(x)
         return found.to(x.dtype)
+
+    def _outputs(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
+        """This rank's part of the outputs of the experts of `x [T, width]`: float32 `[T, width]`."""
+        if all(each.multiplies_sorted(x.device) for each in (self.gate_up, self.down)):
+            rounding = self.gate_up.rounding
+            # A token is rounded once for all of its experts.
+            return self._sorted(x if rounding is None else rounding.round(x), choice, self._grouped)
+        if x.device.type == "cpu":
+            return self._sorted(x, choice, self._one_by_one)
+        return self._by_all(x, choice)
 
     def _sorted(self, x: Rows, choice: ExpertChoice, multiply: Multiply) -> torch.Tensor:
         """Returns float32 `[T, hidden]`; `multiply` computes rows sorted by expert. Sums are in the order of
@@ -191,18 +200,18 @@ class Experts(Loadable):
 
 
 class SharedExpert(Loadable):
-    """A gated layer for every token, with a gate for its output if the config has one."""
+    """A feed-forward layer for every token, as one of the experts, with a gate for its output if the config has one."""
 
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         super().__init__()
         inner, hidden = len(options.shard.intermediate(config.shared_size)), options.hidden_size
-        both = (Part.SHARED_GATE, Part.SHARED_UP)
-        self.gate_up = Linear(hidden, (inner, inner), both, options)
+        parts = config.shared_parts
+        self.gate_up = Linear(hidden, (inner,) * len(parts), parts, options)
         self.down = Linear(inner, (hidden,), (Part.SHARED_DOWN,), options)
         self.router = None
         if config.shared_gate:
             self.router = self.declare("router", (1, hidden), torch.float32, Part.SHARED_ROUTER)
-        self._gated = _Gated(config.activation, None, options)
+        self._gated = _gate(replace(config, clamped=None), options)
         self._fixed_route: Product | None = None
         self._each = options.each
 
@@ -222,6 +231,18 @@ class SharedExpert(Loadable):
             inputs = self.router.shape[1]
             route = partial(functional.linear, weight=self.router)
             self._fixed_route = fixed.in_tiles(route, inputs, torch.float32, (SharedExpert, inputs))
+
+
+class _SquaredRelu:
+    """`relu(up) ** 2` of `[T, columns]`."""
+
+    def rows_for(self, rounding: Rounding | None, up: torch.Tensor) -> Rows:
+        """The same as the matrices that read it want it."""
+        found = self(up)
+        return found if rounding is None else rounding.round(found)
+
+    def __call__(self, up: torch.Tensor) -> torch.Tensor:
+        return up.relu().square_()
 
 
 class _Gated:
@@ -245,6 +266,10 @@ class _Gated:
         limit = self._clamped.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return ((up + 1) * gate * self._each(torch.sigmoid, self._clamped.alpha * gate)).to(gate_up.dtype)
+
+
+def _gate(config: ExpertsConfig, options: PartOptions) -> _Gated | _SquaredRelu:
+    return _SquaredRelu() if config.squared_relu else _Gated(config.activation, config.clamped, options)
 
 
 def _tile_of(rows: float) -> int:

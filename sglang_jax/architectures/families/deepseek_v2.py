@@ -43,7 +43,8 @@ def _experts(common: CommonFields) -> ExpertsConfig:
             f"{fields.file}: norm_topk_prob true of {_NAME} is not supported: transformers ignores it, and DeepSeek's "
             "own code then leaves out routed_scaling_factor; supported: false"
         )
-    experts = replace(read_deepseek_experts(common, _EXPERTS), best_of_group=1)
+    experts = read_deepseek_experts(fields, common.num_layers, _EXPERTS)
+    experts = replace(experts, activation=common.activation(), best_of_group=1)
     if check_choice(fields, "topk_method", _GREEDY, _GROUPS) == _GREEDY:
         return replace(experts, groups=1, chosen_groups=1)
     check_groups(fields, experts)

@@ -75,6 +75,11 @@ FAMILY = Family(
     configure=configure,
     names={
         **DEEPSEEK_EXPERTS_NAMES,
-        Part.ROUTER_CORRECTION: TensorName("mlp.moe_statics.e_score_correction_bias", bare=True, as_row=True),
+        Part.ROUTER_CORRECTION: TensorName(
+            "mlp.moe_statics.e_score_correction_bias",
+            bare=True,
+            as_row=True,
+            also="mlp.gate.moe_statics.e_score_correction_bias",
+        ),
     },
 )

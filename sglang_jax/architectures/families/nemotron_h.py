@@ -1,20 +1,26 @@
-"""Nemotron-H (NVIDIA, 2025), dense: each layer is Mamba-2, attention without positions, or a feed-forward part."""
+"""Nemotron-H (NVIDIA, 2025): each layer is Mamba-2, attention without positions, a feed-forward part, or a mixture of
+experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from sglang_jax.architectures.deepseek_experts_form import ExpertDefaults, read_balanced_sizes
 from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.attention import AttentionConfig
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.kinds.feed_forward import SquaredReluConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
-from sglang_jax.architectures.tensor_names import Part, TensorName
+from sglang_jax.architectures.tensor_names import EXPERT, Part, TensorName
 from sglang_jax.errors import CheckpointError, quote
 
 _NAME = "nemotron_h"
 _LAYERS = "backbone.layers"
+_EXPERT_DEFAULTS = ExpertDefaults(num_experts=8, chosen=2, size=7688, shared=1)
 _MAMBA, _ATTENTION, _FEED_FORWARD, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _SPELLINGS = {
     **dict.fromkeys((_MAMBA, "mamba", "M"), _MAMBA),
@@ -26,28 +32,33 @@ _UNUSED = (
     "expand",
     "mamba_proj_bias",
     "mamba_ssm_cache_dtype",
+    "moe_shared_expert_overlap",
+    "mtp_layers_block_type",
+    "num_nextn_predict_layers",
+    "time_step_limit",
+    "use_mamba_kernels",
+)
+"""Fields that all files have and that do not matter here: of training heads, of kernels, and others that transformers'
+class ignores."""
+
+_OF_EXPERTS = (
     "moe_intermediate_size",
     "moe_latent_size",
     "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_overlap",
-    "mtp_layers_block_type",
     "n_group",
     "n_routed_experts",
     "n_shared_experts",
     "norm_topk_prob",
     "num_experts_per_tok",
-    "num_nextn_predict_layers",
     "routed_scaling_factor",
-    "time_step_limit",
     "topk_group",
-    "use_mamba_kernels",
 )
-"""Fields that all files have and that do not matter here: of layers with experts, of training heads, of kernels, and
-others that transformers' class ignores."""
+"""Fields of experts, which all files have."""
 
 
 def configure(fields: JsonFields) -> ModelConfig:
-    for name in _UNUSED:
+    kinds = _kinds(fields)
+    for name in (*_UNUSED, *(() if _EXPERTS in kinds else _OF_EXPERTS)):
         fields.value(name)
     eps = fields.number("layer_norm_epsilon")
     norm = NormConfig(eps=1e-5 if eps is None else eps)
@@ -58,12 +69,15 @@ def configure(fields: JsonFields) -> ModelConfig:
         _ATTENTION: LayerConfig(mixer=attention, feed_forward=None, mixer_norms=norms, feed_forward_norms=none),
         _FEED_FORWARD: LayerConfig(mixer=None, feed_forward=feed_forward, mixer_norms=none, feed_forward_norms=norms),
     }
+    if _EXPERTS in kinds:
+        experts = _experts(fields, len(kinds))
+        layer_of[_EXPERTS] = LayerConfig(mixer=None, feed_forward=experts, mixer_norms=none, feed_forward_norms=norms)
     ends = fields.integers("eos_token_id") if "eos_token_id" in fields.values else (2,)
     return ModelConfig(
         architecture=_NAME,
         vocab_size=fields.required_integer("vocab_size"),
         hidden_size=fields.required_integer("hidden_size"),
-        layers=tuple(layer_of[kind] for kind in _kinds(fields)),
+        layers=tuple(layer_of[kind] for kind in kinds),
         final_norm=norm,
         max_position=fields.size("max_position_embeddings", 4096),
         tie_word_embeddings=is_set(fields, "tie_word_embeddings", default=False),
@@ -74,7 +88,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _kinds(fields: JsonFields) -> list[str]:
-    """The kind of each layer. Raises `CheckpointError` for unknown kinds and for experts."""
+    """The kind of each layer. Raises `CheckpointError` for unknown kinds."""
     pattern = fields.string("hybrid_override_pattern")
     found = fields.strings("layers_block_type") or fields.strings("layer_types") or tuple(pattern or "")
     unknown = sorted({one for one in found if one not in _SPELLINGS})
@@ -83,15 +97,9 @@ def _kinds(fields: JsonFields) -> list[str]:
         seen = ", ".join(map(quote, unknown)) or f"{len(found)} entries for {count} layers"
         raise CheckpointError(
             f"{fields.file}: layers_block_type (or hybrid_override_pattern) has {seen}; supported: {_MAMBA} (M), "
-            f"{_ATTENTION} (*) or {_FEED_FORWARD} (-) for each layer, at most {MAX_LAYERS}"
+            f"{_ATTENTION} (*), {_FEED_FORWARD} (-) or {_EXPERTS} (E) for each layer, at most {MAX_LAYERS}"
         )
-    kinds = [_SPELLINGS[one] for one in found]
-    if _EXPERTS in kinds:
-        raise CheckpointError(
-            f"{fields.file}: layer {kinds.index(_EXPERTS)} has experts; only dense Nemotron-H models are supported, "
-            "without experts"
-        )
-    return kinds
+    return [_SPELLINGS[one] for one in found]
 
 
 def _mamba(fields: JsonFields, norm: NormConfig) -> Mamba2Config:
@@ -133,8 +141,24 @@ def _feed_forward(fields: JsonFields) -> SquaredReluConfig:
     return SquaredReluConfig(size=fields.required_integer("intermediate_size"), bias=bias)
 
 
-def _name(tensor: str) -> TensorName:
-    return TensorName(tensor, layers=_LAYERS)
+def _experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
+    """The experts of those layers that have some: without gates, and perhaps with narrower inputs."""
+    if is_set(fields, "mlp_bias", default=False):
+        raise CheckpointError(f"{fields.file}: mlp_bias is true; only false is supported in models with experts")
+    experts = read_balanced_sizes(fields, num_layers, _EXPERT_DEFAULTS)
+    return replace(
+        experts,
+        shared_size=fields.size("moe_shared_expert_intermediate_size", 7688),
+        squared_relu=True,
+        latent=fields.count("moe_latent_size") or 0,
+    )
+
+
+def _name(tensor: str, *, bare: bool = False) -> TensorName:
+    return TensorName(tensor, bare=bare, layers=_LAYERS)
+
+
+_EACH = f"mixer.experts.{EXPERT}"
 
 
 FAMILY = Family(
@@ -154,5 +178,13 @@ FAMILY = Family(
         Part.OUTPUT: _name("mixer.o_proj"),
         Part.UP: _name("mixer.up_proj"),
         Part.DOWN: _name("mixer.down_proj"),
+        Part.ROUTER: _name("mixer.gate"),
+        Part.ROUTER_CORRECTION: _name("mixer.gate.e_score_correction_bias", bare=True),
+        Part.EXPERTS_INPUT: _name("mixer.fc1_latent_proj"),
+        Part.EXPERTS_OUTPUT: _name("mixer.fc2_latent_proj"),
+        Part.EXPERT_UP: _name(f"{_EACH}.up_proj"),
+        Part.EXPERT_DOWN: _name(f"{_EACH}.down_proj"),
+        Part.SHARED_UP: _name("mixer.shared_experts.up_proj"),
+        Part.SHARED_DOWN: _name("mixer.shared_experts.down_proj"),
     },
 )

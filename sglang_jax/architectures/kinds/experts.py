@@ -16,6 +16,7 @@ from sglang_jax.errors import ConfigError
 _EXPERTS = (Axis.EXPERTS,)
 _ROUTED = (Axis.ROUTED,)
 _COLUMNS = (Axis.EXPERT_INTERMEDIATE,)
+_LATENT = (Axis.LATENT,)
 
 
 class ExpertScores(StrEnum):
@@ -53,6 +54,9 @@ class ExpertsConfig:
     - `router_bias`, `bias`: whether the router, and the experts, have biases.
     - `shared_size`: columns of the shared expert; 0 without one. `shared_gate`: its output is multiplied by the sigmoid
       of a projection of the input.
+    - `squared_relu`: experts and the shared expert are as in `SquaredReluConfig`, without gates.
+    - `latent`: width of the experts' inputs and outputs, to which the layer's input is projected, and from which its
+      output is; 0 if they are as wide as the residual stream. The router and the shared expert use the input itself.
     """
 
     num_experts: int
@@ -72,22 +76,39 @@ class ExpertsConfig:
     bias: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+    squared_relu: bool = False
+    latent: int = 0
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
         experts, inner, outer = (self.num_experts,), (self.size,), (hidden,)
         yield from linear(Part.ROUTER, (experts, outer), (_ROUTED, HIDDEN), self.router_bias)
         if self.correction:
             yield Declared(Part.ROUTER_CORRECTION, ParameterKind.BIAS, (_ROUTED,), (experts,))
-        for part in (Part.EXPERT_GATE, Part.EXPERT_UP):
-            yield from _of_experts(part, (experts, inner, outer), (_EXPERTS, _COLUMNS, HIDDEN), self.bias)
-        yield from _of_experts(Part.EXPERT_DOWN, (experts, outer, inner), (_EXPERTS, HIDDEN, _COLUMNS), self.bias)
+        width, axis = outer, HIDDEN
+        if self.latent:
+            width, axis = (self.latent,), _LATENT
+            yield from linear(Part.EXPERTS_INPUT, (width, outer), (axis, HIDDEN), False)
+            yield from linear(Part.EXPERTS_OUTPUT, (outer, width), (HIDDEN, axis), False)
+        for part in self.inner_parts:
+            yield from _of_experts(part, (experts, inner, width), (_EXPERTS, _COLUMNS, axis), self.bias)
+        yield from _of_experts(Part.EXPERT_DOWN, (experts, width, inner), (_EXPERTS, axis, _COLUMNS), self.bias)
         if self.shared_size:
             inner = (self.shared_size,)
-            for part in (Part.SHARED_GATE, Part.SHARED_UP):
+            for part in self.shared_parts:
                 yield from linear(part, (inner, outer), (INTERMEDIATE, HIDDEN), False)
             yield from linear(Part.SHARED_DOWN, (outer, inner), (HIDDEN, INTERMEDIATE), False)
         if self.shared_gate:
             yield from linear(Part.SHARED_ROUTER, ((1,), outer), ((Axis.ONE,), HIDDEN), False)
+
+    @property
+    def inner_parts(self) -> tuple[Part, ...]:
+        """The matrices that read the input of an expert."""
+        return (Part.EXPERT_UP,) if self.squared_relu else (Part.EXPERT_GATE, Part.EXPERT_UP)
+
+    @property
+    def shared_parts(self) -> tuple[Part, ...]:
+        """The matrices that read the input of the shared expert."""
+        return (Part.SHARED_UP,) if self.squared_relu else (Part.SHARED_GATE, Part.SHARED_UP)
 
     def sharded(self, over: Parallelism) -> ExpertsConfig:
         """See `LayerPart`. Each device has a part of the columns of some experts."""
