@@ -15,7 +15,7 @@ from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
-from sglang_jax.architectures.tensor_names import EXPERT, Part, TensorName
+from sglang_jax.architectures.tensor_names import EXPERT, Part, Stacked, TensorName
 from sglang_jax.errors import CheckpointError, quote
 
 _NAME = "nemotron_h"
@@ -154,8 +154,8 @@ def _experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
     )
 
 
-def _name(tensor: str, *, bare: bool = False) -> TensorName:
-    return TensorName(tensor, bare=bare, layers=_LAYERS)
+def _name(tensor: str, *, bare: bool = False, stacked: tuple[Stacked, ...] = ()) -> TensorName:
+    return TensorName(tensor, bare=bare, layers=_LAYERS, stacked=stacked)
 
 
 _EACH = f"mixer.experts.{EXPERT}"
@@ -182,8 +182,8 @@ FAMILY = Family(
         Part.ROUTER_CORRECTION: _name("mixer.gate.e_score_correction_bias", bare=True),
         Part.EXPERTS_INPUT: _name("mixer.fc1_latent_proj"),
         Part.EXPERTS_OUTPUT: _name("mixer.fc2_latent_proj"),
-        Part.EXPERT_UP: _name(f"{_EACH}.up_proj"),
-        Part.EXPERT_DOWN: _name(f"{_EACH}.down_proj"),
+        Part.EXPERT_UP: _name(f"{_EACH}.up_proj", stacked=(Stacked("mixer.experts.up_proj"),)),
+        Part.EXPERT_DOWN: _name(f"{_EACH}.down_proj", stacked=(Stacked("mixer.experts.down_proj"),)),
         Part.SHARED_UP: _name("mixer.shared_experts.up_proj"),
         Part.SHARED_DOWN: _name("mixer.shared_experts.down_proj"),
     },
