@@ -218,6 +218,10 @@ class ExpertChoice:
         own = (numbers >= 0) & (numbers < count)
         return ExpertChoice(jnp.where(own, numbers, count), jnp.where(own, self.scores, 0.0))
 
+    def unweighted(self) -> ExpertChoice:
+        """The same choice with a score of 1 for each expert."""
+        return ExpertChoice(self.experts, jnp.where(self.scores != 0, 1.0, 0.0))
+
     def tokens_of(self, experts: int) -> jax.Array:
         """The number of tokens that chose each expert, int32 `[experts]`."""
         return _sizes(self.experts.reshape(-1), experts)

@@ -118,7 +118,7 @@ class Attention(nnx.Module):
         part = np.arange(self.group + 2)[:, None]
         found = fused
         if self.query_norm is not None and self.key_norm is not None:
-            scales = jnp.where(part < self.group, self.query_norm.scale[...], self.key_norm.scale[...])
+            scales = jnp.where(part < self.group, self.query_norm.weight, self.key_norm.weight)
             found = self.query_norm.scaled_by(scales, found, axes=(-1,))
         if rotary is not None:
             found = apply_rotary_by_product(found, *rotary)
@@ -138,7 +138,9 @@ class Attention(nnx.Module):
 
 def _norm_of(config: QKNorm | None, heads: Sizes, dtype: jnp.dtype, part: Part) -> Norm | None:
     """A norm over `heads` (heads, head_dim), or over each head separately."""
-    return None if config is None else Norm(heads if config.whole else heads[1:], config.norm, dtype, part)
+    if config is None:
+        return None
+    return Norm(heads if config.whole else heads[1:], config.norm, dtype, part if config.weight else None)
 
 
 def with_write_plan(implementation: AttentionImplementation, batch: ForwardBatch, kv_pages: jax.Array) -> ForwardBatch:

@@ -89,6 +89,8 @@ class Experts(nnx.Module):
         choice = ExpertChoice(*in_tiles(self._choose, (x, step.padding), self.tile_rows))
         weights = self._weights()
         inputs = x if self.input is None else in_tiles(self.input, x, self.tile_rows)
+        if config.scores_of_inputs:
+            inputs, choice = inputs.astype(jnp.float32) * choice.scores, choice.unweighted()
         found = _on_each_device(self._multiply_own, inputs.astype(self.dtype), weights, choice)
         if self.output is not None:
             found = in_tiles(self._to_stream, found, self.tile_rows)

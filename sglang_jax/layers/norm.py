@@ -17,17 +17,24 @@ def divide_by_rms(x: jax.Array, eps: float) -> jax.Array:
 
 
 class Norm(nnx.Module):
-    """A norm over the last axes, computed in float32: see `NormConfig`."""
+    """A norm over the last axes, computed in float32: see `NormConfig`. `part`: None for a norm without a weight."""
 
-    def __init__(self, sizes: Sizes, config: NormConfig, dtype: jnp.dtype, part: Part) -> None:
-        self.scale = parameter(sizes, jnp.dtype(jnp.float32) if config.weight_in_float32 else dtype, part)
+    def __init__(self, sizes: Sizes, config: NormConfig, dtype: jnp.dtype, part: Part | None) -> None:
+        dtype = jnp.dtype(jnp.float32) if config.weight_in_float32 else dtype
+        self.scale = None if part is None else parameter(sizes, dtype, part)
+        self.shape, self.dtype = tuple(size for _, size in sizes), dtype
         self.kind = config.kind
         self.epsilon = config.eps
         self.weight_in_float32 = config.weight_in_float32
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.scale[...]
+        scale = self.weight
         return self.scaled_by(scale, x, axes=tuple(range(-scale.ndim, 0)))
+
+    @property
+    def weight(self) -> jax.Array:
+        """The weight, or ones."""
+        return jnp.ones(self.shape, self.dtype) if self.scale is None else self.scale[...]
 
     def scaled_by(self, scale: jax.Array, x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
         """The norm over `axes` with another scale, which broadcasts to the last axes of x."""

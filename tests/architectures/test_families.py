@@ -95,11 +95,19 @@ _LATENT = sorted({case.architecture for case in LATENT.values()})
 """Families with latent attention; tests/architectures/test_latent_families.py has their defaults."""
 
 
+_CHANGED: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "minimax_m2": {"rotary_dim": 64},
+    "llama4_text": {"attention_chunk_size": None, "attn_temperature_tuning": False},
+}
+"""Fields of families that cannot be served, or say too little, without them."""
+
+
 @pytest.mark.parametrize(
     "family", sorted({family.name for family in known_families()} - {*_WITHOUT_ATTENTION, *_LATENT})
 )
 def test_missing_fields_take_transformers_defaults(family: str, tmp_path: Path) -> None:
-    more = {"gemma4_text": {"hidden_size_per_layer_input": 0}, "minimax_m2": {"rotary_dim": 64}}.get(family, {})
+    more = _CHANGED.get(family, {})
     config = configured(tmp_path, family, **more)
     theirs = transformers.AutoConfig.for_model(family, **_SHAPE, **more)
     first = next(number for number, layer in enumerate(config.layers) if layer.attention is not None)
@@ -169,6 +177,24 @@ def test_missing_fields_of_recurrent_layers_take_transformers_defaults(
     assert manifest_of(config).tensors(shapes).items() <= shapes.items()
 
 
+@pytest.mark.parametrize(
+    ("values", "context"),
+    [
+        ({}, 8191),
+        ({"attn_temperature_tuning": False}, 8192),
+        ({"attn_temperature_tuning": False, "no_rope_layers": [0] * 8}, 131072),
+        ({"no_rope_layers": [1] * 8, "attention_chunk_size": 4096}, 4096),
+        ({"attention_chunk_size": None, "floor_scale": 100000}, 99999),
+    ],
+)
+def test_the_context_of_llama4_ends_where_chunks_or_scales_begin(
+    values: dict[str, Any], context: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert configured(tmp_path, "llama4_text", **values).max_position == context
+    told = f"the context is {context} tokens, not 131072: attention in chunks of"
+    assert (told in caplog.text) is (context < 131072)
+
+
 def test_gemma3_in_both_spellings(tmp_path: Path) -> None:
     old = {
         "rope_theta": 2e6,
@@ -228,6 +254,7 @@ def test_exaone4_rotates_all_layers_but_full_ones_of_a_hybrid(window: int | None
         ("nemotron_h", {"hybrid_override_pattern": "M-MEM*-E", "mlp_bias": True}, "mlp_bias is true; only false is"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is true; only false is supported, experts have no biases"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1, it must be at most 1e-06"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; only 1 is supported"),
         ("minimax_m2", {"attn_type_list": [1, 0] * 4}, "attn_type_list has linear attention; only 1 is supported"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: 'sigmoid'"),
         (

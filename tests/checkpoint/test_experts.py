@@ -22,7 +22,7 @@ from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.errors import CheckpointError
 
 _OTHER_ROWS = {
-    **{name: EXPERTS[name] for name in ("glm4_moe", "ernie4_5_moe", "minimax_m2")},
+    **{name: EXPERTS[name] for name in ("glm4_moe", "ernie4_5_moe", "minimax_m2", "llama4_text")},
     **{name: HYBRIDS[name] for name in ("lfm2_moe", "qwen3_5_moe", "granite_hybrid_experts")},
 }
 """Families whose parameters have the rows of transformers' in another order; tests of logits compare them."""

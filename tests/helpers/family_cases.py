@@ -75,6 +75,7 @@ EXPERTS: dict[str, FamilyCase] = {
     "glm4_moe": FamilyCase("glm4_moe", 4, {"use_qk_norm": True, "attention_bias": True}),
     "ernie4_5_moe": FamilyCase("ernie4_5_moe", 1),
     "minimax_m2": FamilyCase("minimax_m2", 16, {"rotary_dim": 16}),
+    "llama4_text": FamilyCase("llama4_text", 4),
 }
 """Families with mixtures of experts."""
 

@@ -185,6 +185,16 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
         "moe_layer_interval": 2,
     },
     "minimax_m2": {**_LOCAL_EXPERTS, "intermediate_size": 48, "head_dim": 32},
+    "llama4_text": {
+        **_LOCAL_EXPERTS,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 4,
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 96,
+        "head_dim": 16,
+        "no_rope_layers": [1, 0, 1, 1],
+        "interleave_moe_layer_step": 2,
+    },
     "qwen3_moe": {"moe_intermediate_size": 48, **_EXPERTS},
     "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, **_EXPERTS},
     "mixtral": {**_LOCAL_EXPERTS, "intermediate_size": 48},
@@ -294,7 +304,7 @@ def _scaled(name: str, noise: np.ndarray, architecture: str = "") -> np.ndarray:
         return 0.2 * noise
     if "embed" in name or "lm_head" in name:
         return 0.3 * noise
-    if noise.ndim == 3:  # experts; of gpt-oss, [experts, in, out]
-        inputs = noise.shape[1] if "gpt_oss" in architecture else noise.shape[2]
+    if noise.ndim == 3:  # experts; of gpt-oss and Llama 4, [experts, in, out]
+        inputs = noise.shape[1] if architecture in ("gpt_oss", "llama4_text") else noise.shape[2]
         return noise / np.sqrt(inputs, dtype=np.float32)
     return noise / np.sqrt(noise.shape[1], dtype=np.float32)

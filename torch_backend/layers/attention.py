@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from sglang_jax.architectures.kinds.attention import AttentionConfig
+from sglang_jax.architectures.kinds.attention import AttentionConfig, QKNorm
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.kv_pages import LayerMemory
@@ -21,6 +21,9 @@ from torch_backend.rounded_rows import Rounding, Rows, rounding_for
 class Attention(Loadable):
     """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection. The
     fused projection returns all queries, all keys, all values."""
+
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
 
     def __init__(self, config: AttentionConfig, options: PartOptions) -> None:
         super().__init__()
@@ -37,18 +40,29 @@ class Attention(Loadable):
         # One rank has the bias: the sum over ranks adds it once.
         bias = config.out_bias and shard.first
         self.output = Linear(self._queries, (hidden_size,), (Part.OUTPUT,), options, bias=bias)
-        self.query_norm = self.key_norm = None
-        if config.qk_norm is not None:
-            whole = config.qk_norm.whole
-            kept = torch.float32 if config.qk_norm.norm.weight_in_float32 else dtype
-            self.query_norm = self.declare("query_norm", (self._queries if whole else head_dim,), kept, Part.QUERY_NORM)
-            self.key_norm = self.declare("key_norm", (self._keys if whole else head_dim,), kept, Part.KEY_NORM)
+        self._declare_norms(config.qk_norm, head_dim, dtype)
         self.sinks = self.declare("sinks", (heads,), torch.float32, Part.SINKS) if config.sinks else None
         self.config = config
         self._options = AttentionOptions(scale=config.scale, window=config.window, soft_cap=config.soft_cap)
         self._operations = options.operations
         self._parallel = options.parallel
         self._each = options.each
+
+    def _declare_norms(self, norms: QKNorm | None, head_dim: int, dtype: torch.dtype) -> None:
+        """Sets the weights of norms of queries and keys: ones for norms without weights."""
+        if norms is None:
+            self.query_norm = self.key_norm = None
+            return
+        kept = torch.float32 if norms.norm.weight_in_float32 else dtype
+        for name, size, part in (
+            ("query_norm", self._queries, Part.QUERY_NORM),
+            ("key_norm", self._keys, Part.KEY_NORM),
+        ):
+            shape = (size if norms.whole else head_dim,)
+            if norms.weight:
+                setattr(self, name, self.declare(name, shape, kept, part))
+            else:
+                self.register_buffer(name, torch.ones(shape, dtype=kept), persistent=False)
 
     @property
     def rounding(self) -> Rounding | None:

@@ -51,6 +51,10 @@ class ExpertChoice:
         others = (numbers < 0) | (numbers >= len(own))
         return ExpertChoice(numbers.masked_fill(others, len(own)), self.scores.masked_fill(others, 0.0))
 
+    def unweighted(self) -> ExpertChoice:
+        """The same choice with a score of 1 for each expert."""
+        return ExpertChoice(self.experts, (self.scores != 0).float())
+
     def tokens_of(self, experts: int) -> torch.Tensor:
         """The number of tokens of each expert: int32 `[experts]`."""
         flat = self.experts.reshape(-1)
@@ -124,8 +128,10 @@ class Experts(Loadable):
         choice = choose_experts(self.config, logits, self.correction, step.padding, self._each)
         if memory.expert_tokens is not None:
             memory.expert_tokens.add_(choice.tokens_of(len(self.router)))
-        choice = choice.among(self._own)
-        found = self._outputs(x if self.input is None else self.input(x), choice)
+        inputs = x if self.input is None else self.input(x)
+        if self.config.scores_of_inputs:
+            inputs, choice = (inputs.float() * choice.scores).to(inputs.dtype), choice.unweighted()
+        found = self._outputs(inputs, choice.among(self._own))
         if self.output is not None:
             # The projection of this rank's part: the sum over ranks follows.
             found = self.output(found.to(self.dtype)).float()

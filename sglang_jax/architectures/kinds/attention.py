@@ -22,10 +22,12 @@ class QKNorm:
     """Norms of queries and keys before the rotation.
 
     - `whole`: over all heads together (OLMo-2); otherwise over each head (Qwen3), with one weight for all.
+    - `weight`: False for norms without weights (Llama 4).
     """
 
     norm: NormConfig
     whole: bool = False
+    weight: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ class AttentionConfig:
         yield from linear(Part.VALUE, *of_keys, stored_as=stored_as, input_scale=scale)
         outputs = ((hidden,), queries), (HIDDEN, _HEADS), self.out_bias
         yield from linear(Part.OUTPUT, *outputs, output_scale=self.output_multiplier)
-        if self.qk_norm is not None:
+        if self.qk_norm is not None and self.qk_norm.weight:
             first, offset = 0 if self.qk_norm.whole else 1, self.qk_norm.norm.offset
             for part, sizes, axes in ((Part.QUERY_NORM, queries, _HEADS), (Part.KEY_NORM, keys, _KV_HEADS)):
                 norm = Declared(part, ParameterKind.WEIGHT, (axes[first:],), (sizes[first:],), offset)

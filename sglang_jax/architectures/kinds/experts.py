@@ -47,6 +47,8 @@ class ExpertsConfig:
     - `size`: columns of each expert, a gated layer as in `FeedForwardConfig`; `clamped`: replaces its gate.
     - `renormalised`: the scores of the chosen experts are divided by their sum, to which `added_to_sum` is added: all
       sigmoids may be 0. `scale` multiplies them after that.
+    - `scores_of_inputs`: scores multiply the inputs of experts, not their outputs; only for models in which a token
+      chooses one expert.
     - `correction`: the checkpoint has a number per expert, which is added to its score for the choice only
       (DeepSeek-V3's load balancing without an auxiliary loss).
     - `groups`: experts are chosen from the best `chosen_groups` of `groups` groups, ranked by the sum of the best
@@ -68,6 +70,7 @@ class ExpertsConfig:
     renormalised: bool = False
     added_to_sum: float = 1e-20
     scale: float = 1.0
+    scores_of_inputs: bool = False
     correction: bool = False
     groups: int = 1
     chosen_groups: int = 1

@@ -1,0 +1,114 @@
+"""Llama 4 (2025), text: attention without positions in every fourth layer, and experts in all or some layers, of which
+each token chooses one.
+
+The other layers attend within chunks of `attention_chunk_size` tokens, and layers without positions scale queries from
+`floor_scale` tokens on. Neither is supported, so the context is limited to tokens for which neither has an effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.experts_form import read_experts
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.kinds.attention import QKNorm
+from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.rotated_layers import rotated_layers
+from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, TensorName
+from sglang_jax.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_NAME = "llama4_text"
+_DEFAULTS = Defaults(
+    num_kv_heads=8, head_dim=128, max_position=4096 * 32, eps=1e-5, theta=5e5, bos_token_id=1, eos_token_id=2
+)
+_CHUNKED, _WHOLE = "chunked_attention", "full_attention"
+
+
+def configure(fields: JsonFields) -> ModelConfig:
+    common = CommonFields.read(fields, _DEFAULTS)
+    bias = fields.boolean("attention_bias") or False
+    plain = replace(common.attention(), interleaved_rope=True, bias=bias, out_bias=bias)
+    norms = fields.boolean("use_qk_norm") is not False
+    rotating = replace(plain, qk_norm=QKNorm(norm=common.norm(), weight=False) if norms else None)
+    without = replace(plain, rope=None)
+    experts = _experts(common)
+    dense = replace(common.feed_forward(), size=fields.size("intermediate_size_mlp", 16384))
+    sparse = _sparse_layers(common)
+    rotates = rotated_layers(common)
+    layers = [
+        common.pre_norm_layer(rotating if rotates[number] else without, experts if number in sparse else dense)
+        for number in range(common.num_layers)
+    ]
+    model = common.model(_NAME, layers)
+    return replace(model, max_position=_context(common, rotates))
+
+
+def _experts(common: CommonFields) -> ExpertsConfig:
+    fields = common.fields
+    experts = read_experts(common, num_experts=16, chosen=1)
+    if experts.chosen > 1:
+        raise CheckpointError(f"{fields.file}: num_experts_per_tok is {experts.chosen}; only 1 is supported")
+    return replace(experts, scores=ExpertScores.SIGMOID, scores_of_inputs=True, shared_size=experts.size)
+
+
+def _sparse_layers(common: CommonFields) -> frozenset[int]:
+    """The layers with experts: `moe_layers`, or else every `interleave_moe_layer_step`-th."""
+    fields = common.fields
+    every = fields.size("interleave_moe_layer_step", 1)
+    if fields.value("moe_layers") is not None:
+        return frozenset(fields.integers("moe_layers"))
+    return frozenset(range(every - 1, common.num_layers, every))
+
+
+def _context(common: CommonFields, rotates: list[bool]) -> int:
+    """The longest supported context. Logs a warning if the model has a longer one."""
+    fields = common.fields
+    limits = {"max_position_embeddings": common.max_position}
+    chunk = fields.count_or("attention_chunk_size", 8192)
+    chunked = common.kinds_of_layers(_CHUNKED, _WHOLE) or tuple(_CHUNKED if each else _WHOLE for each in rotates)
+    if chunk and _CHUNKED in chunked:
+        limits["attention_chunk_size"] = chunk
+    tuned = fields.boolean("attn_temperature_tuning") is not False and fields.number_or("attn_scale", 0.1) != 0
+    floor = fields.size("floor_scale", 8192)
+    if tuned and not all(rotates):
+        limits["floor_scale"] = floor - 1
+    name, context = min(limits.items(), key=lambda limit: limit[1])
+    if context < 1:
+        raise CheckpointError(f"{fields.file}: floor_scale is {floor}; it must be at least 2")
+    if context < common.max_position:
+        logger.warning(
+            "%s: the context is %d tokens, not %d: %s",
+            fields.file,
+            context,
+            common.max_position,
+            f"attention in chunks of {chunk} tokens, or queries scaled by their position, is not supported ({name})",
+        )
+    return context
+
+
+_EXPERTS = "feed_forward.experts"
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="Llama4ForCausalLM",
+    configure=configure,
+    names={
+        **LLAMA_NAMES,
+        Part.GATE: TensorName("feed_forward.gate_proj"),
+        Part.UP: TensorName("feed_forward.up_proj"),
+        Part.DOWN: TensorName("feed_forward.down_proj"),
+        Part.ROUTER: TensorName("feed_forward.router"),
+        Part.EXPERT_GATE: TensorName(_EXPERTS, stacked=(Stacked(f"{_EXPERTS}.gate_up_proj", transposed=True),)),
+        Part.EXPERT_UP: TensorName(_EXPERTS, stacked=(Stacked(f"{_EXPERTS}.gate_up_proj", transposed=True),)),
+        Part.EXPERT_DOWN: TensorName(_EXPERTS, stacked=(Stacked(f"{_EXPERTS}.down_proj", transposed=True),)),
+        Part.SHARED_GATE: TensorName("feed_forward.shared_expert.gate_proj"),
+        Part.SHARED_UP: TensorName("feed_forward.shared_expert.up_proj"),
+        Part.SHARED_DOWN: TensorName("feed_forward.shared_expert.down_proj"),
+    },
+)
