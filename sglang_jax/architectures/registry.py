@@ -45,6 +45,20 @@ class GgufForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Multimodal:
+    """Checkpoints for text and images whose text model is of a family.
+
+    - `class_name`: the entry of config.json's `architectures`.
+    - `text_type`: `model_type` of `text_config`; None if it is the family's name.
+    - `defaults`: fields of `text_config` that published files lack.
+    """
+
+    class_name: str
+    text_type: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Checkpoints of one architecture.
 
@@ -52,6 +66,7 @@ class Family:
     - `class_name`: the entry of config.json's `architectures`.
     - `configure`: reads a config.json, or a GGUF file's metadata with the same names. Raises `CheckpointError` for
       missing, mistyped or unsupported fields.
+    - `multimodal`: checkpoints for text and images, of which the text model is served; None without.
     - `to_hf`: writes the fields of config.json for a model; None if unsupported.
     """
 
@@ -60,6 +75,7 @@ class Family:
     configure: Callable[[JsonFields], ModelConfig]
     names: TensorNames = field(default_factory=lambda: LLAMA_NAMES)
     gguf: GgufForm | None = None
+    multimodal: Multimodal | None = None
     to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None
 
 
@@ -98,4 +114,6 @@ def family_of_hf(fields: JsonFields) -> Family | None:
 
 def supported_classes() -> str:
     """The class names of all families, for errors."""
-    return ", ".join(family.class_name for family in known_families())
+    text = ", ".join(family.class_name for family in known_families())
+    others = ", ".join(each.multimodal.class_name for each in known_families() if each.multimodal is not None)
+    return f"{text}; and, without images, {others}"

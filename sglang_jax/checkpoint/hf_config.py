@@ -14,6 +14,7 @@ from sglang_jax.architectures.registry import family_named, family_of_hf
 from sglang_jax.checkpoint.hf_quantization import MODELOPT_FILE, kv_scales_made_for, read_quantization
 from sglang_jax.checkpoint.hf_unknown_fields import check_unread, unknown_family
 from sglang_jax.checkpoint.stored_quantization import StoredQuantization
+from sglang_jax.checkpoint.text_part import text_part
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
@@ -31,8 +32,14 @@ def load_hf_config(folder: Path) -> ModelConfig:
     return model_config_from_hf(fields, _generation_fields(folder))
 
 
+def has_text_part(folder: Path) -> bool:
+    """Whether the folder has a model for text and images, of which the text model is served."""
+    return text_part(JsonFields.read(folder / CONFIG_FILE)) is not None
+
+
 def load_quantization(folder: Path) -> StoredQuantization | None:
-    return read_quantization(JsonFields.read(folder / CONFIG_FILE), _fields_of_modelopt(folder))
+    found = read_quantization(JsonFields.read(folder / CONFIG_FILE), _fields_of_modelopt(folder))
+    return None if found is None else replace(found, of_text_part=has_text_part(folder))
 
 
 def load_kv_scales_made_for(folder: Path) -> KVCacheDtype | None:
@@ -64,12 +71,16 @@ def _generation_fields(folder: Path) -> JsonFields:
 
 def model_config_from_hf(fields: JsonFields, generation: JsonFields) -> ModelConfig:
     """Converts parsed files. Raises `CheckpointError` for missing, mistyped or unsupported fields."""
-    family = family_of_hf(fields)
+    family, text = family_of_hf(fields), fields
     if family is None:
-        raise unknown_family(fields)
+        found = text_part(fields)
+        if found is None:
+            raise unknown_family(fields)
+        family, text = found
+        logger.info("%s: only the text model is served, without images", fields.file)
     read_quantization(fields)  # reports unsupported quantisation before other faults
-    config = family.configure(fields)
-    check_unread(fields)
+    config = family.configure(text)
+    check_unread(text)
     ends = (*config.eos_token_ids, *generation.integers("eos_token_id"))
     return replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
 

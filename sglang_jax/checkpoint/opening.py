@@ -15,6 +15,7 @@ from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
 from sglang_jax.checkpoint.group_reader import GroupReader, find_groups, tensors_of_groups
 from sglang_jax.checkpoint.hf_config import (
+    has_text_part,
     load_generation_defaults,
     load_hf_config,
     load_kv_scales_made_for,
@@ -29,6 +30,7 @@ from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.stored_quantization import StoredQuantization
 from sglang_jax.checkpoint.tensors import check_tensors
+from sglang_jax.checkpoint.text_part import text_names
 from sglang_jax.checkpoint.tied_head import as_tied_in_file
 from sglang_jax.checkpoint.transformers_config import load_transformers_config
 from sglang_jax.config import KVCacheDtype, LoadFormat, ModelImpl
@@ -147,6 +149,8 @@ def _open(
         reader = DummyReader(config, seed, quantization)
     else:
         files = SafetensorsReader(source.path, source.remote)
+        if has_text_part(source.path):
+            files = files.renamed(text_names(files.names()))
         reader = files if quantization is None else _quantized(files, quantization, config)
         config = as_tied_in_file(config, reader)
     check_tensors(reader, config)

@@ -128,6 +128,13 @@ class SafetensorsReader(PlainReader):
         other._present = frozenset(other._tensors)
         return other
 
+    def renamed(self, names: Mapping[str, str]) -> SafetensorsReader:
+        """The same files with only some tensors: new name → name in the files."""
+        other = copy.copy(self)
+        other._tensors = {name: self._tensors[stored] for name, stored in names.items()}
+        other._present = frozenset(other._tensors)
+        return other
+
     def raw_dtype(self, name: str) -> np.dtype | None:
         """The dtype of `read_raw`: int8, uint8, `ml_dtypes.float8_e4m3fn`, int32 or int64; None if it cannot read the
         tensor."""

@@ -12,6 +12,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.grouped_tensors import GroupScheme
 from sglang_jax.checkpoint.layer_patterns import NO_LAYERS, LayerPatterns
+from sglang_jax.checkpoint.text_part import spellings_of
 from sglang_jax.errors import CheckpointError, quote
 
 _INSTEAD = (
@@ -46,6 +47,7 @@ class StoredQuantization:
       patterns, and patterns over classes.
     - `patterns`: schemes by pattern; the first match counts.
     - `ignored`: layers that are plain in any case.
+    - `of_text_part`: names may be those of the text model inside a checkpoint for text and images.
     - `by_tensors`: the scheme of all layers that have its tensors, in formats without such lists.
     """
 
@@ -54,15 +56,18 @@ class StoredQuantization:
     patterns: tuple[tuple[re.Pattern[str], AnyScheme | None], ...] = ()
     ignored: LayerPatterns = NO_LAYERS
     by_tensors: GroupScheme | None = None
+    of_text_part: bool = False
 
     def scheme(self, layer: str, layer_class: str) -> AnyScheme | None:
         """The scheme of a layer such as `model.layers.0.mlp.up_proj`, of a class such as `Linear`; None if plain."""
-        if self.ignored.match(layer, layer_class):
+        names = spellings_of(layer) if self.of_text_part else (layer,)
+        if any(self.ignored.match(name, layer_class) for name in names):
             return None
-        if layer in self.targets:
-            return self.targets[layer]
+        for name in names:
+            if name in self.targets:
+                return self.targets[name]
         for pattern, scheme in self.patterns:
-            if pattern.match(layer):
+            if any(pattern.match(name) for name in names):
                 return scheme
         return self.by_tensors if self.by_tensors and layer_class == "Linear" else self.targets.get(layer_class)
 

@@ -24,7 +24,6 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("model_type", "class_name", "told"),
     [
-        ("glm4_moe", "Glm4MoeForCausalLM", ["supported families have the same fields, so this file"]),
         ("deepseek_v32", "DeepseekV32ForCausalLM", ["index_topk 2048 (sparse attention)"]),
         ("deepseek_v4", "DeepseekV4ForCausalLM", ["index_topk 512 (sparse attention)"]),
         ("bert", "BertForMaskedLM", ["type_vocab_size 2 (an encoder)"]),
@@ -37,9 +36,9 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
         ("gpt2", "GPT2LMHeadModel", ["n_embd 768", "n_layer 12"]),
         ("laguna", "LagunaForCausalLM", ["num_attention_heads_per_layer [...] (a number of heads for each layer)"]),
         (
-            "gemma3",
-            "Gemma3ForConditionalGeneration",
-            ["its text_config is that of a Gemma3ForCausalLM", "vision_config {...} (images)"],
+            "llava",
+            "LlavaForConditionalGeneration",
+            ["its text_config is that of a LlamaForCausalLM", "vision_config {...} (images)"],
         ),
     ],
 )
@@ -53,6 +52,7 @@ def test_fields_that_no_family_has_are_named(model_type: str, class_name: str, t
         assert f" {field}" not in message
     for family in known_families():
         assert family.class_name in message
+        assert family.multimodal is None or family.multimodal.class_name in message
 
 
 @pytest.mark.parametrize(

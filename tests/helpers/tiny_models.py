@@ -253,10 +253,16 @@ def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any
     `config_overrides` are fields of the architecture's config: `rope_parameters`, `tie_word_embeddings`, `head_dim`...
     """
     config = transformers.AutoConfig.for_model(architecture, **tiny_fields(architecture, **config_overrides))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return randomise(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), architecture, seed)
+
+
+def randomise(model: PreTrainedModel, architecture: str, seed: int = 0) -> PreTrainedModel:
+    """Samples all parameters of a text model of `architecture` from `seed`, also one inside a model for images."""
     generator = np.random.default_rng(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if any(word in name for word in ("visual", "vision", "projector")):
+                continue
             noise = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             scaled = _scaled(name, noise, architecture)
             zero_centred = architecture in ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")

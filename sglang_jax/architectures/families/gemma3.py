@@ -11,7 +11,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.attention import QKNorm
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, Multimodal
 
 _NAME = "gemma3_text"
 _DEFAULTS = Defaults(
@@ -62,10 +62,14 @@ def _ropes(fields: JsonFields) -> tuple[RopeConfig, RopeConfig]:
     return rope_from_hf(fields, context, 1e6), local
 
 
+_DEFAULTS_OF_TEXT = {"vocab_size": 262208, "num_attention_heads": 8}
+"""Of transformers' class; published files have only the fields that differ from it."""
+
 FAMILY = Family(
     name=_NAME,
     class_name="Gemma3ForCausalLM",
     configure=configure,
     names=GEMMA_NAMES,
     gguf=gemma_gguf("gemma3", layers_of_27b=62, fields={"rope_local_base_freq": "rope.freq_base_swa"}),
+    multimodal=Multimodal(class_name="Gemma3ForConditionalGeneration", defaults=_DEFAULTS_OF_TEXT),
 )

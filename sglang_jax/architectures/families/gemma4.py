@@ -13,7 +13,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.attention import AttentionConfig, QKNorm
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, Multimodal
 from sglang_jax.architectures.tensor_names import Part, TensorName
 from sglang_jax.errors import CheckpointError
 
@@ -128,4 +128,5 @@ FAMILY = Family(
     class_name="Gemma4ForCausalLM",
     configure=configure,
     names={**GEMMA_NAMES, Part.LAYER_SCALE: TensorName("layer_scalar", "layer_output_scale", bare=True)},
+    multimodal=Multimodal(class_name="Gemma4ForConditionalGeneration"),
 )

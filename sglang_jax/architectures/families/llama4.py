@@ -16,7 +16,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.attention import QKNorm
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, Multimodal
 from sglang_jax.architectures.rotated_layers import rotated_layers
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, TensorName
 from sglang_jax.errors import CheckpointError
@@ -111,4 +111,5 @@ FAMILY = Family(
         Part.SHARED_UP: TensorName("feed_forward.shared_expert.up_proj"),
         Part.SHARED_DOWN: TensorName("feed_forward.shared_expert.down_proj"),
     },
+    multimodal=Multimodal(class_name="Llama4ForConditionalGeneration"),
 )

@@ -8,7 +8,7 @@ from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.hf_writing import dense_to_hf
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, Multimodal
 
 _NAME = "mistral"
 _DEFAULTS = Defaults(num_kv_heads=8, max_position=131072, bos_token_id=1, eos_token_id=2)
@@ -23,4 +23,10 @@ def configure(fields: JsonFields) -> ModelConfig:
     return common.model(_NAME, [layer] * common.num_layers)
 
 
-FAMILY = Family(name=_NAME, class_name="MistralForCausalLM", configure=configure, to_hf=dense_to_hf)
+FAMILY = Family(
+    name=_NAME,
+    class_name="MistralForCausalLM",
+    configure=configure,
+    to_hf=dense_to_hf,
+    multimodal=Multimodal(class_name="Mistral3ForConditionalGeneration"),
+)

@@ -10,7 +10,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.attention import QKNorm
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.qwen_windows import qwen_windows
-from sglang_jax.architectures.registry import Family, GgufForm
+from sglang_jax.architectures.registry import Family, GgufForm, Multimodal
 
 _NAME = "qwen3"
 _DEFAULTS = Defaults(num_kv_heads=32, max_position=32768, head_dim=128)
@@ -33,4 +33,5 @@ FAMILY = Family(
     configure=configure,
     gguf=GgufForm(name="qwen3"),
     to_hf=dense_to_hf,
+    multimodal=Multimodal(class_name="Qwen3VLForConditionalGeneration", text_type="qwen3_vl_text"),
 )

@@ -9,7 +9,7 @@ from sglang_jax.architectures.common_fields import Defaults
 from sglang_jax.architectures.delta_net_form import DELTA_NET_NAMES, SEPARATE_INPUT_NAMES, delta_net_model, read_common
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, Multimodal
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES
 
 _NAME = "qwen3_5_text"
@@ -30,4 +30,5 @@ FAMILY = Family(
         **DELTA_NET_NAMES,
         **SEPARATE_INPUT_NAMES,
     },
+    multimodal=Multimodal(class_name="Qwen3_5ForConditionalGeneration"),
 )

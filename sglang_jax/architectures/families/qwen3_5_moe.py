@@ -14,7 +14,7 @@ from sglang_jax.architectures.delta_net_form import (
 from sglang_jax.architectures.experts_form import read_experts
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, Multimodal
 from sglang_jax.architectures.tensor_names import EXPERTS_NAMES
 
 _NAME = "qwen3_5_moe_text"
@@ -37,4 +37,5 @@ FAMILY = Family(
     class_name="Qwen3_5MoeForCausalLM",
     configure=configure,
     names={**EXPERTS_NAMES, **DELTA_NET_NAMES, **SEPARATE_INPUT_NAMES},
+    multimodal=Multimodal(class_name="Qwen3_5MoeForConditionalGeneration"),
 )
