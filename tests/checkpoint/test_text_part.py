@@ -126,6 +126,19 @@ def test_lists_of_quantised_layers_have_names_of_the_whole_model(tmp_path: Path)
     assert spellings_of("lm_head") == ("lm_head", "language_model.lm_head", "lm_head")
 
 
+def test_fields_that_published_files_of_gemma3_lack(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 2}
+    values = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found, theirs = load_hf_config(tmp_path), transformers.AutoConfig.for_model(**text)
+    attention = found.layers[0].attention
+    assert found.vocab_size == theirs.vocab_size
+    assert attention is not None
+    sizes = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    assert sizes == (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim)
+    assert found.eos_token_ids == (1, 106)
+
+
 def test_text_models_of_other_families_are_refused(tmp_path: Path) -> None:
     tiny_model("mistral3").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
