@@ -7,10 +7,11 @@ experts of one device (`multiply_experts`) are compiled, for whole experts on ea
 both kernels is read. Tokens choose experts at random, with a fixed seed. Thousands of cycles:
 
 - `gate_up`, `down`: of each kernel: for every expert the bundles of its tiles, or the copy of its matrices at the
-  memory's speed, where that is longer.
+  memory's speed, where that is longer; and the copies of tokens and of their sums, with the loops over these.
 - `around`: the compiler's estimate of everything else; it has none for sorts, and none for copies of single numbers
   that it leaves to the SparseCores.
-- `least`: matrices of the chosen experts at the memory's speed, or their products at the peak of the matrix units.
+- `least`: matrices of the chosen experts, tokens and float32 sums at the memory's speed, or the products at the peak
+  of the matrix units.
 - `share`: the least of the sum.
 """
 
@@ -100,9 +101,12 @@ def row(text: str) -> dict[str, Any]:
         for programs in [kernel["programs"]]
         for copied in [matrices * layer.matrix_bytes / programs / bandwidth * chip.clock]
     }
-    read = 3 * layer.matrix_bytes * int((rows.sum(0) > 0).sum()) / bandwidth
-    computed = 2 * 3 * layer.config.size * layer.hidden * int(rows.sum()) / flops
-    least, total = max(read, computed) * chip.clock, sum(cycles.values()) + found["around"]
+    inputs, sums = (each * layer.tokens * layer.hidden / bandwidth * chip.clock for each in (2, 4))
+    cycles["gate_up"] += max(inputs, len(tiles) * found["gate_up"]["once"])
+    cycles["down"] += sums + len(tiles) * found["down"]["once"]
+    read = 3 * layer.matrix_bytes * int((rows.sum(0) > 0).sum()) / bandwidth * chip.clock + inputs + sums
+    computed = 2 * 3 * layer.config.size * layer.hidden * int(rows.sum()) / flops * chip.clock
+    least, total = max(read, computed), sum(cycles.values()) + found["around"]
     return {
         "layer": text,
         "gate_up": cycles["gate_up"] / 1e3,
@@ -155,6 +159,7 @@ def compiled(layer: Layer, folder: Path) -> dict[str, Any]:
 
     def products(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:
         gate = lambda gates, ups: jax.nn.silu(gates) * ups  # noqa: E731
+        choice = choice.among(layer.own, jnp.int32(0))
         return multiply_experts(ExpertProducts.KERNELS, x, weights, choice, gate, experts=config.num_experts)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -165,22 +170,33 @@ def compiled(layer: Layer, folder: Path) -> dict[str, Any]:
     assert part is not None
     text = take_text(folder / "hlo")
     assert text is not None
+    inner, outputs = -(-config.size // part.widths.inner), -(-layer.hidden // part.widths.outputs)
+    blocks, groups, of_sums = (-(-part.tokens // count) for count in (128, 16, 8))
     return {
         "tokens": part.tokens,
         "rows": part.rows,
         "around": sum(each.total for each in Module(text).operations() if not each.conditional),
-        "gate_up": kernel(folder, "expert_gate_up", part.rows, -(-config.size // part.widths.inner)),
-        "down": kernel(folder, "expert_down_sum", part.rows, -(-layer.hidden // part.widths.outputs)),
+        # Tokens are copied and packed once; each program of outputs clears and writes their sums.
+        "gate_up": kernel(folder, "expert_gate_up", part.rows, inner, [blocks, groups]),
+        "down": kernel(folder, "expert_down_sum", part.rows, outputs, [outputs * of_sums] * 2),
     }
 
 
-def kernel(folder: Path, name: str, rows: int, programs: int) -> dict[str, int]:
-    """Programs of an expert's tile, and their bundles: those of the branch with the products, and of the loop over its
-    rows, as if all were filled."""
-    loop = max(read_schedule(folder, name).walk(), key=_products)
-    own = sum(len(region) for region in loop.regions() if any("vmatmul" in bundle for bundle in region))
-    over_rows = sum(len(inner.bundles) for inner in loop.loops)
-    return {"programs": programs, "bundles": programs * (own + over_rows * rows // 8)}
+def kernel(folder: Path, name: str, rows: int, programs: int, once: list[int]) -> dict[str, int]:
+    """Programs of an expert's tile; their bundles: of a step of the grid, and of the loop over its rows, as if all were
+    filled; and those of the other loops, which have `once` steps. The compiler unrolls some of one step."""
+    grid = max(read_schedule(folder, name).walk(), key=_products)
+    loops = grid.walk()[1:]
+    over_rows = max(loops, key=lambda loop: loop.count("= sld"))
+    others = [loop for loop in loops if loop is not over_rows]
+    assert len(others) <= len(once), f"{name} has {len(others)} loops besides that over rows, not {len(once)}"
+    return {
+        "programs": programs,
+        "bundles": programs * (len(grid.bundles) + len(over_rows.bundles) * rows // 8),
+        "once": sum(
+            len(loop.bundles) * count for loop, count in zip(others, once[len(once) - len(others) :], strict=True)
+        ),
+    }
 
 
 def _products(loop: Loop) -> int:

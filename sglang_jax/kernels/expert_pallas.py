@@ -21,8 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sglang_jax.kernels.expert_tiles import LEAST_ROWS, PACKED_TOGETHER, TOGETHER, SortedTiles, apart, halves_of, padded
 from sglang_jax.kernels.kv_storage import LANES
-from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import MIB, VMEM_LIMITS, current_chip
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import CORES, VMEM_LIMITS, current_chip
 
 Ref = Any
 """A Pallas reference to memory; its type is not public."""
@@ -30,105 +31,7 @@ Ref = Any
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
 """`activation(gate) * up` in float32."""
 
-LEAST_ROWS, _MOST_ROWS = 16, 128
-"""Rows of a tile: at least those of bfloat16 in a tile of vector memory, at most those that a TPU multiplies while it
-reads weights."""
-
-_MORE = 1.25
-"""Room in a tile for experts with more rows than the average: two tiles take the matrix units twice as long."""
-
-_TOGETHER = 8
-"""Rows that are copied or added together: their loads do not wait for their stores."""
-
-_MOST_CHOICES = 1 << 16
-"""Choices of a step, whose tokens and scores are in scalar memory."""
-
 _BFLOAT16, _FLOAT32 = jnp.bfloat16, jnp.float32
-
-
-@dataclass(frozen=True)
-class SortedTiles:
-    """Rows of experts in tiles of `rows`. `experts`: of each tile, int32 `[tiles]`; `used`: how many have rows, int32
-    `[1]`, those in front; `filled`: rows of each tile, int32 `[tiles]`; `first`: the place of its first row, int32
-    `[tiles]`, in `tokens` and `scores` of all rows, sorted by expert, int32 and float32 `[M + 8]`."""
-
-    rows: int
-    experts: jax.Array
-    used: jax.Array
-    filled: jax.Array
-    first: jax.Array
-    tokens: jax.Array
-    scores: jax.Array
-
-    @classmethod
-    def of(cls, experts: jax.Array, scores: jax.Array, count: int, rows: int) -> SortedTiles:
-        """Sorts the choices of tokens, int32 and float32 `[T, chosen]`, by expert; numbers from `count` on are
-        padding."""
-        flat, chosen = experts.reshape(-1), experts.shape[1]
-        tokens = jnp.arange(len(flat), dtype=jnp.int32) // chosen
-        _, tokens, scores = lax.sort((flat, tokens, scores.reshape(-1)), num_keys=1, is_stable=True)
-        sizes = (flat[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
-        tiles = (sizes + rows - 1) // rows
-        ends = jnp.cumsum(tiles, dtype=jnp.int32)
-        numbers = jnp.arange(len(flat) // rows + min(count, len(flat)), dtype=jnp.int32)
-        # Tiles without rows have the expert of the last one with rows, so that no other is copied.
-        existing = jnp.minimum(numbers, jnp.maximum(ends[-1] - 1, 0))
-        of_tiles = jnp.minimum((existing[:, None] >= ends).sum(1, dtype=jnp.int32), count - 1)
-
-        def of_expert(numbers: jax.Array) -> jax.Array:
-            """As `numbers[of_tiles]`, which a TPU would leave to its SparseCores."""
-            return jnp.where(of_tiles[:, None] == jnp.arange(count), numbers, 0).sum(1, dtype=jnp.int32)
-
-        before = (existing - of_expert(ends - tiles)) * rows
-        filled = jnp.where(numbers < ends[-1], jnp.clip(of_expert(sizes) - before, 0, rows), 0)
-        first = of_expert(jnp.cumsum(sizes, dtype=jnp.int32) - sizes) + before
-        # Rows are read in groups.
-        tokens, scores = (jnp.pad(each, (0, _TOGETHER)) for each in (tokens, scores))
-        return cls(rows, of_tiles, ends[-1:], filled.astype(jnp.int32), first, tokens, scores)
-
-
-def rows_of_expert(average: float) -> int:
-    """Rows of a tile: a power of two, for the average rows of an expert."""
-    return min(_MOST_ROWS, max(LEAST_ROWS, 1 << max(math.ceil(_MORE * average) - 1, 0).bit_length()))
-
-
-@dataclass(frozen=True, slots=True)
-class Widths:
-    """The columns of the programs of both kernels: of gate and up, and of outputs."""
-
-    inner: int
-    outputs: int
-
-    @classmethod
-    def of(cls, tokens: int, chosen: int, rows: int, matrices: tuple[jax.Array, jax.Array]) -> Widths | None:
-        """The most columns that fit into the vector memory of the target; None if none do, or too many rows. `matrices`
-        of gate and down: `[experts, columns, hidden]`."""
-        gate, down = matrices
-        _, columns, hidden = gate.shape
-        if tokens * chosen > _MOST_CHOICES:
-            return None
-        room = VMEM_LIMITS[current_chip()] - 4 * MIB
-        lanes = -(-hidden // LANES) * LANES
-        kept = lanes * (8 * tokens + 4 * rows)
-        inner = [
-            each
-            for each in _widths(columns)
-            if kept + 2 * each * (2 * lanes * gate.dtype.itemsize + rows * 2) + rows * each * 12 <= room
-        ]
-        of_inner = 2 * rows * columns * 2
-        outputs = [
-            each
-            for each in _widths(hidden)
-            if of_inner + each * (2 * columns * down.dtype.itemsize + 4 * (3 * tokens + _TOGETHER + 2 * rows)) <= room
-        ]
-        return cls(inner[0], outputs[0]) if inner and outputs else None
-
-
-def _widths(columns: int) -> list[int]:
-    """All columns, or whole tiles of them in about equal parts, largest first."""
-    tiles = -(-columns // LANES)
-    parts = sorted({-(-tiles // count) for count in range(2, tiles + 1)}, reverse=True)
-    return [columns, *(LANES * each for each in parts)]
 
 
 @dataclass(frozen=True)
@@ -166,6 +69,9 @@ def gated_rows(
     program."""
     (_, inner, hidden), rows, count = gate.shape, tiles.rows, len(tiles.experts)
     further = [*of_gate.arrays, *of_up.arrays]
+    halves = halves_of(hidden)
+    token = apart(halves)
+    x = jnp.pad(x, ((0, padded(len(x)) - len(x)), (0, 2 * halves * LANES - hidden)))
 
     def kernel(
         experts: Ref,
@@ -179,23 +85,24 @@ def gated_rows(
         up: Ref,
         *rest: Ref,
     ) -> None:
-        *numbers, found, wide, own = rest
+        *numbers, found, words, blocks, copied, own = rest
         tile = pl.program_id(1)
 
-        @pl.when(tile == 0)
+        @pl.when(_is_first(tile))
         def _() -> None:
-            wide[...] = x[...].astype(_FLOAT32)  # two rows of bfloat16 share words
+            _pack(x, words, blocks, copied)
 
         @pl.when(tile < used[0])
         def _() -> None:
             def copy(group: jax.Array, _: None) -> None:
-                first = group * _TOGETHER
-                read = [wide[pl.ds(tokens[begin[tile] + first + place], 1), :] for place in range(_TOGETHER)]
+                first = group * TOGETHER
+                sources = [tokens[begin[tile] + first + place] for place in range(TOGETHER)]
+                read = [words[pl.ds(number * token, halves)] for number in sources]
                 for place, row in enumerate(read):
-                    own[pl.ds(first + place, 1), :] = row
+                    own[pl.ds(first + place, halves, stride=apart(rows))] = row
 
-            _in_groups(filled[tile], copy)
-            each, taken = own[...].astype(_BFLOAT16), list(numbers)
+            lax.fori_loop(0, _groups(filled[tile] + (TOGETHER - 1)), copy, None)
+            each, taken = _unpacked(own, halves, rows)[:, :hidden], list(numbers)
             gates = of_gate.apply(_times_transposed(each, gate), taken)
             found[...] = activation(gates, of_up.apply(_times_transposed(each, up), taken)).astype(_BFLOAT16)
 
@@ -213,13 +120,18 @@ def gated_rows(
         tiles,
         grid=(pl.cdiv(inner, columns), count),
         in_specs=[
-            pl.BlockSpec(x.shape, lambda *_: (0, 0)),
+            pl.BlockSpec(memory_space=pl.ANY),
             *[pl.BlockSpec((None, columns, hidden), of_expert)] * 2,
             *[pl.BlockSpec((None, 1, columns), of_columns)] * len(further),
         ],
         out_specs=pl.BlockSpec((rows, columns), of_tile),
         out_shape=jax.ShapeDtypeStruct((count * rows, inner), _BFLOAT16),
-        scratch_shapes=[pltpu.VMEM(x.shape, _FLOAT32), pltpu.VMEM((rows, hidden), _FLOAT32)],
+        scratch_shapes=[
+            pltpu.VMEM((max(len(x), LEAST_ROWS) * token, LANES), jnp.uint32),
+            pltpu.VMEM((2, max(math.gcd(len(x), PACKED_TOGETHER), LEAST_ROWS), x.shape[1]), _BFLOAT16),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.VMEM((halves * apart(rows), LANES), jnp.uint32),
+        ],
         cost=_cost(tiles, x, gate, up),
         name="expert_gate_up",
     )(x, gate, up, *further)
@@ -232,6 +144,8 @@ def summed_rows(
     hidden]`. `inner`: of `gated_rows`; `down`: `[experts, columns, hidden]`. `columns`: of outputs of a program."""
     (_, size, hidden), rows, count = down.shape, tiles.rows, len(tiles.experts)
     further = of_down.arrays
+    parts = columns // LANES
+    distance, kept = apart(parts), -(-tokens // TOGETHER) * TOGETHER
 
     def kernel(
         experts: Ref, used: Ref, filled: Ref, begin: Ref, token: Ref, scores: Ref, inner: Ref, down: Ref, *rest: Ref
@@ -241,37 +155,46 @@ def summed_rows(
 
         @pl.when(tile == 0)
         def _() -> None:
-            sums[...] = jnp.zeros_like(sums)
+            def clear(group: jax.Array, _: None) -> None:
+                sums[pl.ds(group * (TOGETHER * distance), TOGETHER * distance)] = nothing
+
+            nothing = jnp.zeros((TOGETHER * distance, LANES), _FLOAT32)
+            lax.fori_loop(0, _groups(kept), clear, None)
 
         @pl.when(tile < used[0])
         def _() -> None:
             product = jnp.dot(inner[...], down[...].astype(_BFLOAT16), preferred_element_type=_FLOAT32)
-            own[...] = of_down.apply(product, list(numbers))
+            product = of_down.apply(product, list(numbers))
+            for part in range(parts):
+                own[pl.ds(part * apart(rows), rows)] = product[:, part * LANES : (part + 1) * LANES]
 
-            def add(group: jax.Array, _: None) -> None:
-                # The tokens of an expert differ, so no row is added to one that another of the group is added to; those
-                # that are not filled, or count for nothing, are added to a row that nobody reads.
-                first = group * _TOGETHER
-                places = [first + place for place in range(_TOGETHER)]
-                factors = [scores[begin[tile] + place] for place in places]
-                # An output with a score of 0 may be infinite.
-                exist = [(place < filled[tile]) & (score != 0) for place, score in zip(places, factors, strict=True)]
-                at = [
-                    pl.ds(jnp.where(exists, token[begin[tile] + place], tokens), 1)
-                    for place, exists in zip(places, exist, strict=True)
-                ]
-                added = [
-                    sums[each, :] + score * own[pl.ds(place, 1), :]
-                    for place, score, each in zip(places, factors, at, strict=True)
-                ]
-                for each, row in zip(at, added, strict=True):
-                    sums[each, :] = row
+            def add(group: jax.Array, _: None, full: bool = True) -> None:
+                # The tokens of an expert differ, so no row is added to one that another of the group is added to. Those
+                # that are not filled are added to a row that nobody reads.
+                first = group * TOGETHER
+                added = []
+                for place in [first + place for place in range(TOGETHER)]:
+                    number = token[begin[tile] + place]
+                    number = number if full else jnp.where(place < filled[tile], number, kept)
+                    score, row = scores[begin[tile] + place], own[pl.ds(place, parts, stride=apart(rows))]
+                    at = pl.ds(number * distance, parts)
+                    added.append((at, sums[at] + score * row))
+                for at, row in added:
+                    sums[at] = row
 
-            _in_groups(filled[tile], add)
+            groups = _groups(filled[tile])
+            lax.fori_loop(0, groups, add, None)
+            pl.when(groups * TOGETHER < filled[tile])(partial(add, groups, None, full=False))
 
         @pl.when(tile == count - 1)
         def _() -> None:
-            found[...] = sums[pl.ds(0, tokens), :]
+            def write(group: jax.Array, _: None) -> None:
+                first = pl.multiple_of(group * TOGETHER, TOGETHER)
+                for part in range(parts):
+                    of_part = sums[pl.ds(first * distance + part, TOGETHER, stride=distance)]
+                    found[pl.ds(first, TOGETHER), pl.ds(part * LANES, LANES)] = of_part
+
+            lax.fori_loop(0, _groups(kept), write, None)
 
     def of_tile(column: jax.Array, tile: jax.Array, experts: Ref, used: Ref, *_: Ref) -> tuple[jax.Array, int]:
         return _last_used(tile, used), 0
@@ -288,12 +211,62 @@ def summed_rows(
             pl.BlockSpec((None, size, columns), of_expert),
             *[pl.BlockSpec((None, 1, columns), of_expert)] * len(further),
         ],
-        out_specs=pl.BlockSpec((tokens, columns), lambda column, *_: (0, column)),
+        out_specs=pl.BlockSpec((kept, columns), lambda column, *_: (0, column)),
         out_shape=jax.ShapeDtypeStruct((tokens, hidden), _FLOAT32),
-        scratch_shapes=[pltpu.VMEM((tokens + _TOGETHER, columns), _FLOAT32), pltpu.VMEM((rows, columns), _FLOAT32)],
+        scratch_shapes=[
+            pltpu.VMEM(((kept + 1) * distance, LANES), _FLOAT32),
+            pltpu.VMEM((parts * apart(rows), LANES), _FLOAT32),
+        ],
         cost=_cost(tiles, inner, down),
         name="expert_down_sum",
     )(inner, down, *further)
+
+
+def _is_first(tile: jax.Array) -> jax.Array:
+    """Whether a program is the first on its core, or may be."""
+    several = current_chip() in CORES
+    return (tile == 0) if several else (tile == 0) & (pl.program_id(0) == 0)
+
+
+def _pack(x: Ref, words: Ref, blocks: Ref, copied: Ref) -> None:
+    """Copies tokens from memory to two `blocks`, and packs them into words of two bfloat16 numbers, one of either half
+    of a token's. The words of a token are tiles that follow each other: eight of them are one load."""
+    (_, room, lanes), halves = blocks.shape, blocks.shape[2] // (2 * LANES)
+    tokens, token = min(x.shape[0], room), apart(halves)
+    count = x.shape[0] // tokens
+
+    def copy(block: jax.Array | int) -> pltpu.AsyncCopyDescriptor:
+        place = block & 1
+        to = blocks.at[place, pl.ds(0, tokens)]
+        return pltpu.make_async_copy(x.at[pl.ds(block * tokens, tokens)], to, copied.at[place])
+
+    def pack_block(block: jax.Array, _: None) -> None:
+        pl.when(block + 1 < count)(lambda: copy(block + 1).start())
+        copy(block).wait()
+
+        def pack(group: jax.Array, _: None) -> None:
+            own = pl.ds(pl.multiple_of(group * LEAST_ROWS, LEAST_ROWS), LEAST_ROWS)
+            for half in range(halves):
+                low, high = (
+                    lax.bitcast_convert_type(blocks[block & 1, own, pl.ds(first, LANES)].astype(_FLOAT32), jnp.uint32)
+                    for first in (half * LANES, lanes // 2 + half * LANES)
+                )
+                first = (block * tokens + group * LEAST_ROWS) * token + half
+                words[pl.ds(first, LEAST_ROWS, stride=token)] = lax.shift_right_logical(low, jnp.uint32(16)) | high
+
+        lax.fori_loop(0, room // LEAST_ROWS, pack, None)
+
+    copy(0).start()
+    lax.fori_loop(0, count, pack_block, None)
+
+
+def _unpacked(own: Ref, halves: int, rows: int) -> jax.Array:
+    """bfloat16 `[rows, 2 * halves * 128]`, of words in tiles `[halves, rows, 128]` that are `_apart`."""
+    words = [own[pl.ds(half * apart(rows), rows)] for half in range(halves)]
+    low = [lax.shift_left(each, jnp.uint32(16)) for each in words]
+    high = [each & jnp.uint32(0xFFFF0000) for each in words]
+    numbers = [lax.bitcast_convert_type(each, _FLOAT32).astype(_BFLOAT16) for each in (*low, *high)]
+    return jnp.concatenate(numbers, axis=1)
 
 
 def _last_used(tile: jax.Array, used: Ref) -> jax.Array:
@@ -301,9 +274,9 @@ def _last_used(tile: jax.Array, used: Ref) -> jax.Array:
     return jnp.minimum(tile, jnp.maximum(used[0] - 1, 0))
 
 
-def _in_groups(count: jax.Array, body: Callable[[jax.Array, None], None]) -> None:
-    groups = lax.shift_right_logical(count + (_TOGETHER - 1), _TOGETHER.bit_length() - 1)
-    lax.fori_loop(0, groups, body, None)
+def _groups(rows: jax.Array | int) -> Any:
+    """Full groups of rows."""
+    return rows >> (TOGETHER.bit_length() - 1)
 
 
 def _times_transposed(x: jax.Array, matrix: Ref) -> jax.Array:
@@ -315,7 +288,7 @@ def _times_transposed(x: jax.Array, matrix: Ref) -> jax.Array:
 def _cost(tiles: SortedTiles, x: jax.Array, *matrices: jax.Array) -> pl.CostEstimate:
     """At most: of all rows, and of as many experts as there are tiles."""
     experts, columns, hidden = matrices[0].shape
-    rows = len(tiles.tokens) - _TOGETHER
+    rows = len(tiles.tokens) - TOGETHER
     return pl.CostEstimate(
         flops=len(matrices) * 2 * rows * columns * hidden,
         bytes_accessed=sum(min(len(tiles.experts), experts) * each.nbytes // experts for each in matrices) + x.nbytes,

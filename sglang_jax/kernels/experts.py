@@ -20,14 +20,8 @@ from sglang_jax.kernels.expert_groups_pallas import (
     multiply_experts_in_groups,
     rows_of_tile,
 )
-from sglang_jax.kernels.expert_pallas import (
-    OfColumns,
-    SortedTiles,
-    Widths,
-    gated_rows,
-    rows_of_expert,
-    summed_rows,
-)
+from sglang_jax.kernels.expert_pallas import OfColumns, gated_rows, summed_rows
+from sglang_jax.kernels.expert_tiles import SortedTiles, Widths, rows_of_expert
 from sglang_jax.kernels.group_product_pallas import GroupedWeights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, current_chip
 

@@ -12,8 +12,8 @@ import pytest
 from helpers.tpu_interpreter import CopyMode, Interpreted
 from numpy.typing import NDArray
 
-from sglang_jax.kernels import expert_pallas, experts
-from sglang_jax.kernels.expert_pallas import SortedTiles, Widths
+from sglang_jax.kernels import expert_pallas, expert_tiles, experts
+from sglang_jax.kernels.expert_tiles import SortedTiles, Widths
 from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, KernelPart, multiply_experts
 from sglang_jax.kernels.ragged_paged_attention.pallas import shapes
 
@@ -61,27 +61,31 @@ def exactly(x: Float64, numbers: dict[str, Float64], choice: ExpertChoice) -> tu
 
 
 def chosen(tokens: int, among: list[int], count: int, padding: int) -> ExpertChoice:
-    """Each token chooses `count` of the experts `among`, but the last ones none: those have number 12."""
+    """Each token chooses the first of the experts `among` and some others, `count` in all; the first one with a score
+    of 0. The last tokens choose none: theirs have number 12."""
     random = np.random.default_rng(tokens)
-    experts = np.stack([random.permutation(among)[:count] for _ in range(tokens)]).astype(np.int32)
+    others = [random.permutation(among[1:])[: count - 1] for _ in range(tokens)]
+    experts = np.stack([np.append(each, among[0]) for each in others]).astype(np.int32)
     scores = random.uniform(0.1, 1, experts.shape).astype(np.float32)
+    scores[0, 0] = 0
     experts[tokens - padding :], scores[tokens - padding :] = 12, 0
     return ExpertChoice(jnp.asarray(experts), jnp.asarray(scores))
 
 
-def run(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, experts: int) -> tuple[jax.Array, bool]:
+def run(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, experts: int, cores: int) -> tuple[jax.Array, bool]:
     def products(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:
         gate = lambda gates, ups: jax.nn.silu(gates) * ups  # noqa: E731
         return multiply_experts(ExpertProducts.KERNELS, x, weights, choice, gate, experts=experts)
 
-    return Interpreted(products).run(CopyMode.ON_WAIT, x, weights, choice)
+    return Interpreted(products, cores=cores).run(CopyMode.ON_WAIT, x, weights, choice)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "columns", "hidden", "dtype", "biases", "vector_memory"),
+    ("tokens", "columns", "hidden", "dtype", "biases", "vector_memory", "cores"),
     [
-        (5, 48, 64, "int8", True, 96),
-        (48, 300, 256, "bfloat16", False, 0.38),  # in two parts; several programs of columns, the last one narrower
+        (5, 48, 64, "int8", True, 96, 1),
+        # In two parts; several programs of columns, the last one narrower, on two cores.
+        (48, 400, 320, "bfloat16", False, 0.64, 2),
     ],
 )
 def test_outputs_are_those_of_float64(
@@ -91,13 +95,17 @@ def test_outputs_are_those_of_float64(
     dtype: str,
     biases: bool,
     vector_memory: float,
+    cores: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of all experts on one device, or summed over two, each of which has some: experts that nobody chose, tokens
     without an expert of a device, padding, and tiles that are filled in part."""
     limits = shapes.VMEM_LIMITS | {shapes.Chip.INTERPRETER: int((4 + vector_memory) * shapes.MIB)}
-    monkeypatch.setattr(expert_pallas, "VMEM_LIMITS", limits)
+    monkeypatch.setattr(expert_tiles, "VMEM_LIMITS", limits)
     monkeypatch.setattr(experts, "_LEAST_TOKENS_OF_A_PART", 4)
+    for module in (expert_tiles, expert_pallas):
+        monkeypatch.setattr(module, "PACKED_TOGETHER", 16)
+        monkeypatch.setattr(module, "CORES", {shapes.Chip.INTERPRETER: cores} if cores > 1 else {})
     weights, numbers = random_weights(12, columns, hidden, dtype, biases=biases)
     choice = chosen(tokens, [1, 2, 3, 4, 5, 9, 11], 3, padding=2)
     part = weights.part(tokens, 3, 12)
@@ -111,8 +119,8 @@ def test_outputs_are_those_of_float64(
         own: Any = {name: None if array is None else array[first:last] for name, array in vars(weights).items()}
         return ExpertWeights(**own), choice.among(last - first, jnp.int32(first))
 
-    devices = [(0, 6), (6, 12)] if narrow else [(0, 12)]
-    parts = [run(x, *of_device(*own), 12) for own in devices]
+    devices = [(0, 12)] if narrow else [(0, 6), (6, 12)]
+    parts = [run(x, *of_device(*own), 12, cores) for own in devices]
     assert not any(races for _, races in parts)
     summed = sum(np.asarray(part, np.float64) for part, _ in parts)
     # Activations are rounded to bfloat16, each by up to 2**-8.
@@ -135,7 +143,7 @@ def test_tiles_hold_every_choice_once() -> None:
         own = zip(np.asarray(tiles["tokens"])[slots], np.asarray(tiles["scores"])[slots], strict=True)
         found += [(int(expert), int(token), float(score)) for token, score in own]
     numbers, scores = np.asarray(choice.experts), np.asarray(choice.scores)
-    wanted = [(int(numbers[at]), at[0], float(scores[at])) for at in np.ndindex(numbers.shape) if numbers[at] < 5]
+    wanted = [(int(numbers[at]), at[0], float(scores[at])) for at in np.ndindex(numbers.shape) if scores[at] > 0]
     assert found == sorted(wanted)
 
 
@@ -145,15 +153,18 @@ def test_steps_without_room_are_left_to_other_products(monkeypatch: pytest.Monke
         return Widths.of(tokens, chosen, 16, (gate, gate))
 
     assert room(2048) == Widths(768, 2048)
+    with monkeypatch.context() as two_cores:
+        two_cores.setattr(expert_tiles, "CORES", {shapes.Chip.INTERPRETER: 2})
+        assert room(2048) == Widths(384, 1024)
     assert room(16_384) is None  # tokens in vector memory
     assert room(4096, 128, chosen=32) is None  # rows in scalar memory
     large, _ = random_weights(1, 16, 16_384, "bfloat16", biases=False)
-    assert large.part(256, 2, 4) == KernelPart(256, 128, Widths(16, 16_384))
+    assert large.part(256, 2, 4) == KernelPart(256, 160, Widths(128, 16_384))
     parts = large.part(2000, 2, 4)
     assert parts is not None
-    assert (parts.tokens, parts.rows) == (500, 128)
+    assert (parts.tokens, parts.rows) == (1000, 224)
     assert large.part(2001 * 8, 2, 4) is None
-    monkeypatch.setattr(expert_pallas, "VMEM_LIMITS", {shapes.Chip.INTERPRETER: 14 * shapes.MIB})
+    monkeypatch.setattr(expert_tiles, "VMEM_LIMITS", {shapes.Chip.INTERPRETER: 14 * shapes.MIB})
     assert room(64) == Widths(384, 2048)
     weights, _ = random_weights(2, 16, 2**19, "int8", biases=False)
     weights = replace(weights, gate=jax.ShapeDtypeStruct((2, 16, 2**21), jnp.int8))  # type: ignore[arg-type]
