@@ -62,8 +62,9 @@ class ExpertChoice:
         return sizes.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:-1]
 
 
-Multiply = Callable[[Rows, SortedRows], torch.Tensor]
-"""Maps rows `[M, hidden]` sorted by expert to outputs `[M, hidden]`."""
+Multiply = Callable[[Rows, torch.Tensor, SortedRows], torch.Tensor]
+"""Maps x `[T, hidden]` and the tokens of rows sorted by expert, int64 `[M]`, to outputs `[M, hidden]`, or fewer: the
+last rows, padding, need none."""
 
 
 class Experts(Loadable):
@@ -154,28 +155,29 @@ class Experts(Loadable):
         `choice`."""
         tokens, chosen = choice.experts.shape
         experts, order = choice.experts.reshape(-1).sort(stable=True)
-        places = order // chosen
-        rows = x[places] if isinstance(x, torch.Tensor) else x.take(places)
-        found = multiply(rows, SortedRows(experts, choice.tokens_of(len(self._own)), self._parts))
-        outputs = torch.empty_like(found)
-        outputs[order] = found
+        of_experts = SortedRows(experts, choice.tokens_of(len(self._own)), self._parts)
+        found = multiply(x, order // chosen, of_experts)
+        outputs = found.new_empty((len(order), found.shape[1]))
+        outputs[order[: len(found)]] = found
         scores = choice.scores[..., None]
         weighted = outputs.view(tokens, chosen, -1).float() * scores
         # Outputs of padding are undefined.
         return torch.where(scores != 0, weighted, 0.0).sum(1)
 
-    def _one_by_one(self, x: Rows, of_experts: SortedRows) -> torch.Tensor:
-        """Computes the rows of one expert after the other: at once, if no row's product depends on their number.
-        Otherwise in tiles with the same number of rows for any choice, so that each chosen expert is read once per
-        tile. The last rows of a tile may belong to the next expert, whose own tile then overwrites them."""
+    def _one_by_one(self, x: Rows, tokens: torch.Tensor, of_experts: SortedRows) -> torch.Tensor:
+        """Computes the rows of one expert after the other, and none of padding: at once, if no row's product depends on
+        their number. Otherwise in tiles with the same number of rows for any choice, so that each chosen expert is read
+        once per tile. The last rows of a tile may belong to the next expert, whose own tile then overwrites them."""
         assert isinstance(x, torch.Tensor), "products one by one take plain numbers"
-        rows = len(x)
+        sizes = of_experts.sizes.tolist()
+        rows = sum(sizes)
+        x = x[tokens[:rows]]
         any_rows = self.gate_up.any_rows and self.down.any_rows
         tile = 0 if any_rows else self._tile or _tile_of(of_experts.expected / len(self._own))
         x = functional.pad(x, (0, 0, 0, tile)) if tile else x
         outputs = x.new_empty((rows + tile, self.down.shape[1]))
         first = 0
-        for expert, size in enumerate(of_experts.sizes.tolist()):
+        for expert, size in enumerate(sizes):
             if not size:
                 continue
             gate_up, down = self.gate_up.of(expert), self.down.of(expert)
@@ -185,9 +187,10 @@ class Experts(Loadable):
             first += size
         return outputs[:rows]
 
-    def _grouped(self, x: Rows, of_experts: SortedRows) -> torch.Tensor:
+    def _grouped(self, x: Rows, tokens: torch.Tensor, of_experts: SortedRows) -> torch.Tensor:
         """Computes all experts in two products, without reading on the host which rows each has."""
-        inner = self._gated.rows_for(self.down.rounding, self.gate_up.multiply_sorted(x, of_experts))
+        rows = x[tokens] if isinstance(x, torch.Tensor) else x.take(tokens)
+        inner = self._gated.rows_for(self.down.rounding, self.gate_up.multiply_sorted(rows, of_experts))
         return self.down.multiply_sorted(inner, of_experts)
 
     def _by_all(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
