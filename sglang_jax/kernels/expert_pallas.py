@@ -28,8 +28,8 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import CORES, VMEM_
 Ref = Any
 """A Pallas reference to memory; its type is not public."""
 
-Gate = Callable[[jax.Array, jax.Array], jax.Array]
-"""`activation(gate) * up` in float32."""
+Gate = Callable[[jax.Array | None, jax.Array], jax.Array]
+"""Inner activations from the products of gate, None for experts without, and up; in float32."""
 
 _BFLOAT16, _FLOAT32 = jnp.bfloat16, jnp.float32
 
@@ -56,7 +56,7 @@ class OfColumns:
 
 def gated_rows(
     x: jax.Array,
-    gate: jax.Array,
+    gate: jax.Array | None,
     up: jax.Array,
     tiles: SortedTiles,
     columns: int,
@@ -65,9 +65,10 @@ def gated_rows(
     of_up: OfColumns,
 ) -> jax.Array:
     """`activation(gate, up)` of each row, for the next product: bfloat16 `[tiles * rows, columns]`; rows that are not
-    filled are undefined. `x`: bfloat16 `[T, hidden]`; `gate`, `up`: `[experts, columns, hidden]`. `columns`: of a
-    program."""
-    (_, inner, hidden), rows, count = gate.shape, tiles.rows, len(tiles.experts)
+    filled are undefined. `x`: bfloat16 `[T, hidden]`; `gate`, `up`: `[experts, columns, hidden]`, `gate` None for
+    experts without. `columns`: of a program."""
+    (_, inner, hidden), rows, count = up.shape, tiles.rows, len(tiles.experts)
+    matrices = [up] if gate is None else [gate, up]
     further = [*of_gate.arrays, *of_up.arrays]
     halves = halves_of(hidden)
     token = apart(halves)
@@ -81,11 +82,9 @@ def gated_rows(
         tokens: Ref,
         scores: Ref,
         x: Ref,
-        gate: Ref,
-        up: Ref,
         *rest: Ref,
     ) -> None:
-        *numbers, found, words, blocks, copied, own = rest
+        *given, found, words, blocks, copied, own = rest
         tile = pl.program_id(1)
 
         @pl.when(_is_first(tile))
@@ -102,9 +101,10 @@ def gated_rows(
                     own[pl.ds(first + place, halves, stride=apart(rows))] = row
 
             lax.fori_loop(0, _groups(filled[tile] + (TOGETHER - 1)), copy, None)
-            each, taken = _unpacked(own, halves, rows)[:, :hidden], list(numbers)
-            gates = of_gate.apply(_times_transposed(each, gate), taken)
-            found[...] = activation(gates, of_up.apply(_times_transposed(each, up), taken)).astype(_BFLOAT16)
+            each = _unpacked(own, halves, rows)[:, :hidden]
+            products, numbers = (_times_transposed(each, own) for own in given[: len(matrices)]), given[len(matrices) :]
+            gates = None if gate is None else of_gate.apply(next(products), numbers)
+            found[...] = activation(gates, of_up.apply(next(products), numbers)).astype(_BFLOAT16)
 
     def of_tile(column: jax.Array, tile: jax.Array, experts: Ref, used: Ref, *_: Ref) -> tuple[jax.Array, jax.Array]:
         return _last_used(tile, used), column
@@ -121,7 +121,7 @@ def gated_rows(
         grid=(pl.cdiv(inner, columns), count),
         in_specs=[
             pl.BlockSpec(memory_space=pl.ANY),
-            *[pl.BlockSpec((None, columns, hidden), of_expert)] * 2,
+            *[pl.BlockSpec((None, columns, hidden), of_expert)] * len(matrices),
             *[pl.BlockSpec((None, 1, columns), of_columns)] * len(further),
         ],
         out_specs=pl.BlockSpec((rows, columns), of_tile),
@@ -132,9 +132,9 @@ def gated_rows(
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.VMEM((halves * apart(rows), LANES), jnp.uint32),
         ],
-        cost=_cost(tiles, x, gate, up),
+        cost=_cost(tiles, x, *matrices),
         name="expert_gate_up",
-    )(x, gate, up, *further)
+    )(x, *matrices, *further)
 
 
 def summed_rows(

@@ -88,11 +88,14 @@ class Widths:
     outputs: int
 
     @classmethod
-    def of(cls, tokens: int, chosen: int, rows: int, matrices: tuple[jax.Array, jax.Array]) -> Widths | None:
+    def of(
+        cls, tokens: int, chosen: int, rows: int, matrices: tuple[jax.Array, jax.Array], gated: bool = True
+    ) -> Widths | None:
         """The most columns that fit into the vector memory of the target; None if none do, or too many rows. `matrices`
-        of gate and down: `[experts, columns, hidden]`."""
-        gate, down = matrices
-        _, columns, hidden = gate.shape
+        of up and down: `[experts, columns, hidden]`; `gated`: there is a third one."""
+        up, down = matrices
+        _, columns, hidden = up.shape
+        read = 1 + gated
         if tokens * chosen > _MOST_CHOICES:
             return None
         room = VMEM_LIMITS[current_chip()] - 4 * MIB
@@ -101,11 +104,12 @@ class Widths:
         kept = 4 * lanes * min(padded(tokens), PACKED_TOGETHER) + 4 * LANES * (
             padded(tokens) * apart(halves) + halves * apart(rows)
         )
-        inner = [
-            each
-            for each in _widths(columns)
-            if kept + 2 * each * (2 * lanes * gate.dtype.itemsize + rows * 2) + rows * (each * 12 + lanes * 2) <= room
-        ]
+
+        def of_inputs(each: int) -> int:
+            copied = each * (read * lanes * up.dtype.itemsize + rows * 2)
+            return kept + 2 * copied + rows * (4 * each * (1 + read) + lanes * 2)
+
+        inner = [each for each in _widths(columns) if of_inputs(each) <= room]
         of_inner = 2 * rows * columns * 2
 
         def of_outputs(each: int) -> int:

@@ -20,7 +20,7 @@ from sglang_jax.kernels.expert_groups_pallas import (
     multiply_experts_in_groups,
     rows_of_tile,
 )
-from sglang_jax.kernels.expert_pallas import OfColumns, gated_rows, summed_rows
+from sglang_jax.kernels.expert_pallas import Gate, OfColumns, gated_rows, summed_rows
 from sglang_jax.kernels.expert_tiles import SortedTiles, Widths, rows_of_expert
 from sglang_jax.kernels.group_product_pallas import GroupedWeights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, current_chip
@@ -44,9 +44,6 @@ _LARGEST_TILE = 32
 
 _NARROW = {Chip.V5E: "int8", Chip.V5P: "int8", Chip.V6E: "int8", Chip.TPU7X: "float8_e4m3fn"}
 """The 8-bit type that grouped products read directly; for others, libtpu 0.0.51 first writes a widened copy."""
-
-Gate = Callable[[jax.Array | None, jax.Array], jax.Array]
-"""Inner activations from the products of gate, None for experts without, and up."""
 
 Select = Callable[[jax.Array], jax.Array]
 """Gathers the entries of an array `[experts, ...]` that some rows need."""
@@ -165,15 +162,13 @@ class ExpertWeights:
     def part(self, tokens: int, chosen: int, experts: int) -> KernelPart | None:
         """How `KERNELS` compute a step of `tokens` tokens, each of which chooses some of `experts` on all devices: at
         once, or in few equal parts, each of which reads the weights again; None if that has no room."""
-        gate, _, down = self.plain
-        if gate is None:
-            return None
+        gate, up, down = self.plain
         for count in (1, 2, 4, 8):
             own = -(-tokens // count)
             if count > 1 and own < _LEAST_TOKENS_OF_A_PART:
                 return None
             rows = rows_of_expert(own * chosen / experts)
-            widths = Widths.of(own, chosen, rows, (gate, down))
+            widths = Widths.of(own, chosen, rows, (up, down), gated=gate is not None)
             if widths is not None:
                 return KernelPart(own, rows, widths)
         return None
@@ -344,8 +339,6 @@ def _in_kernels(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate
         raise ValueError(f"experts of {tokens} tokens do not fit into the vector memory of {current_chip()}")
     of_gate, of_up = OfColumns(weights.gate_scales, weights.gate_bias), OfColumns(weights.up_scales, weights.up_bias)
     gate_kernel, up_kernel, down = weights.plain
-
-    assert gate_kernel is not None, "a part only for experts with gates"
 
     def of_part(given: tuple[jax.Array, ExpertChoice]) -> jax.Array:
         x, choice = given
