@@ -1,12 +1,14 @@
-"""The GPU compiler's figures for the attention kernels: instructions of their main loops, registers, shared memory.
+"""The GPU compiler's figures for the kernels of attention and of experts: instructions of their main loops, registers,
+shared memory.
 
-    python benchmarks/gpu_kernel_sass.py [--chips 80 89 90 100 120] [--json FILE]
+    python benchmarks/gpu_kernel_sass.py [--only attention] [--chips 80 89 90 100 120] [--json FILE]
 
-Needs no GPU: kernels are compiled ahead of time and their machine code is read. Llama 3 8B's layers: 32 heads of 128 on
-8 kv heads, pages of 16. Columns:
+Needs no GPU: kernels are compiled ahead of time and their machine code is read. Attention is that of Llama 3 8B's
+layers: 32 heads of 128 on 8 kv heads, pages of 16. Experts are those of Qwen3-30B-A3B's, with plain weights: 128 of
+which a token chooses 8, hidden size 2048, inner size 768; of 128 rows, and of 32,768. Columns:
 
-- `instr/KB`: of decode attention, instructions of all warps of a program for a kilobyte of keys and values.
-- `instr/MFLOP`: of extend attention, for a million operations of its two products, in the loop without masks.
+- `instr/KB`: instructions of all warps of a program for a kilobyte of keys and values, or of weights.
+- `instr/MFLOP`: for a million operations of the products, of extend attention in the loop without masks.
 - `warps`, `registers`, `stack` (bytes that a thread spills), `shared` (KiB of a program).
 
 Fewer instructions do not guarantee speed, which only a GPU measures; many more than another kernel's do predict
@@ -29,7 +31,9 @@ from helpers.triton_ahead_of_time import SHARED_MEMORY, Figures, compile_shipped
 
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import decode_tile
+from torch_backend.kernels.expert_product import SKEW
 from torch_backend.kernels.extend_plan import extend_tile
+from torch_backend.kernels.plain_experts import plain_tile
 
 HEAD_DIM = 128
 FORMS = {
@@ -43,9 +47,22 @@ OTHERS = {
     "decode, bfloat16": "69 and 135",
     "decode, float8": "198 and 281",
     "extend, bfloat16": "1,385 and 4,654",
+    "gate and up, 128 rows": "16 to 32 per KB",
+    "gate and up, 32768 rows": "214 per MFLOP",
+    "down, 128 rows": "16 to 32 per KB",
+    "down, 32768 rows": "214 per MFLOP",
 }
-"""The same work in Triton kernels of two well-known engines."""
+"""The same work in Triton kernels of two well-known engines; of experts, in one's, with the tiles that it measured as
+best for an H200, and without the gate."""
 
+EXPERTS = {
+    "gate and up": ("gate_experts", "128 x 2 x 768 x 2048"),
+    "gate and up, without the gate": ("multiply_sorted_rows", "128 x 1536 x 2048"),
+    "down": ("sum_experts", "128 x 2048 x 768"),
+}
+"""Operations and shapes of `tests/helpers/triton_inventory.py`."""
+
+EXPERT_ROWS = (128, 32_768)
 
 _CONFIGURATION = "bfloat16, head_dim 128, group 4, {} pages of 16"
 
@@ -70,6 +87,36 @@ def measure(chips: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_experts(chips: list[int]) -> list[dict[str, Any]]:
+    """A row for each product of experts, number of rows and chip. Where a loop waits in inner loops, as on sm_100,
+    its instructions are not counted."""
+    prefixes = {
+        (form, rows, chip): f"sm_{chip} {operation}: bfloat16, {rows} rows, {shape}: "
+        for form, (operation, shape) in EXPERTS.items()
+        for rows in EXPERT_ROWS
+        for chip in chips
+    }
+    compiled = compile_shipped(chips, prefixes.values())
+    found: list[dict[str, Any]] = []
+    for (form, rows, capability), prefix in prefixes.items():
+        figures, gated = compiled.kernels[prefix + "multiply_experts"], form == "gate and up"
+        tile = plain_tile(SKEW * rows // 128, 2048, torch.bfloat16, Chip(capability, 132), gated=gated)
+        instructions = figures.warps * sum(figures.loops)
+        numbers = (2 if gated else 1) * tile.outputs * tile.inputs
+        name = f"{form}, {rows} rows"
+        found.append(
+            {
+                "kernel": name,
+                "chip": f"sm_{capability}",
+                "instr/KB": round(instructions / (2 * numbers / 1024)) or "-",
+                "instr/MFLOP": round(instructions / (2e-6 * numbers * tile.rows)) or "-",
+                **_resources(figures),
+                "another engine": OTHERS.get(name, "-") if capability == 90 else "-",
+            }
+        )
+    return found
+
+
 def _row(kernel: str, figures: Figures, pages: torch.dtype, chip: Chip) -> dict[str, Any]:
     instructions = figures.warps * figures.loops[0]
     if kernel == "decode_splits":
@@ -79,7 +126,11 @@ def _row(kernel: str, figures: Figures, pages: torch.dtype, chip: Chip) -> dict[
         tile = extend_tile(HEAD_DIM, pages, chip)
         megaflops = 4e-6 * tile.rows * tile.keys * HEAD_DIM
         work = {"instr/KB": "-", "instr/MFLOP": round(instructions / megaflops)}
-    return work | {
+    return work | _resources(figures)
+
+
+def _resources(figures: Figures) -> dict[str, Any]:
+    return {
         "warps": figures.warps,
         "registers": figures.registers,
         "stack": figures.stack_bytes,
@@ -88,11 +139,16 @@ def _row(kernel: str, figures: Figures, pages: torch.dtype, chip: Chip) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Instructions of the attention kernels' main loops, without a GPU.")
+    parser = argparse.ArgumentParser(description="Instructions of kernels' main loops, without a GPU.")
+    parser.add_argument("--only", choices=["attention", "experts"], help="default: both")
     parser.add_argument("--chips", type=int, nargs="+", default=list(SHARED_MEMORY), choices=list(SHARED_MEMORY))
-    parser.add_argument("--json", type=Path, help="write the rows to a file")
+    parser.add_argument("--json", type=Path, help="write the rows to files, FILE_attention.json and FILE_experts.json")
     options = parser.parse_args()
-    report("attention kernels, compiled ahead of time", measure(options.chips), options.json)
+    kinds = {"attention": measure, "experts": measure_experts}
+    for kind, measured in kinds.items():
+        if options.only in (None, kind):
+            file = options.json and options.json.with_stem(f"{options.json.stem}_{kind}")
+            report(f"kernels of {kind}, compiled ahead of time", measured(options.chips), file)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ SECTIONS = {
     "extend": Section("extend_speed", 120, "extend attention against matrix products"),
     "operations": Section("operations_speed", 60, "fused operations against copy bandwidth"),
     "products": Section("products_speed", 120, "products with 8 bits against those of bfloat16"),
+    "experts": Section("experts_speed", 120, "layers with experts against copy bandwidth and torch's grouped product"),
     "sampling": Section("sampling_speed", 60, "sampling over 128k tokens"),
     "engine": Section("engine_speed", 300, "an 8B model through the engine"),
     "eager": Section("eager_speed", 240, "the same without CUDA graphs"),

@@ -27,6 +27,7 @@ from torch_backend import host_memory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.bfloat16 import Bfloat16Matrix
 from torch_backend.layers.expert_matrices import Bfloat16Experts, BlockExperts, GroupedExperts, ScaledExperts
+from torch_backend.layers.experts import Experts
 from torch_backend.layers.grouped import GroupedMatrix
 from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, ScaledMatrix, TwoFormMatrix
@@ -85,6 +86,9 @@ def load_weights(
         if isinstance(module, QuantisedMatrix | GroupedMatrix | BlockExperts | GroupedExperts):
             module.pack()
             freed.add(sum(each.nbytes for each in module.parameters()))
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.choose_product(model.device)
     freed.give_back()
     if not (pack and packs(model)):
         return None

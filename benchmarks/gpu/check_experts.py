@@ -1,5 +1,6 @@
 """Layers with experts on the device against the same layers on the host in float32, and whether the choices of other
-tokens change a bit of a token's output; and torch's product of experts in float8 against float64."""
+tokens change a bit of a token's output; and torch's product of experts in float8 against float64. On a GPU with Triton,
+kernels multiply the experts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _SHARD = ModelShard(rank=0, over=ONE_DEVICE, vocabulary=range(1), vocabulary_row
 
 
 def run(bench: Bench) -> Iterator[Table]:
-    """One table. Torch's grouped product does not take sizes that are not a multiple of 8."""
+    """One table, or two. Rows of sizes that are not a multiple of 8 cannot be copied in 16 bytes."""
     rows: list[Row] = []
     for dtype in bench.dtypes:
         for hidden, inner in ((64, 32), (64, 36)) if bench.small else ((2048, 768), (2880, 720), (512, 36)):
@@ -82,6 +83,8 @@ def _layer(bench: Bench, dtype: torch.dtype, hidden: int, inner: int, tokens: in
         values = bench.normal(*weight.shape, dtype=weight.dtype) / weight.shape[-1] ** 0.5
         _give(own, name, values)
         _give(wide, name, values.to("cpu", other.dtype))
+    if bench.kernels.name == "triton":
+        own.choose_product(bench.device)
     x = bench.normal(tokens, hidden, dtype=dtype)
     case = f"{short(dtype)} {tokens} x {hidden} x {inner}"
     found = own(x, _step(x), LayerMemory())

@@ -95,6 +95,7 @@ def test_a_dry_run_prints_and_writes_its_results(tmp_path: Path) -> None:
         ("extend_speed", {"us", "share of matmul", "sdpa"}),
         ("operations_speed", {"us", "share of copy", "native us"}),
         ("products_speed", {"us", "speed-up", "share of copy"}),
+        ("experts_speed", {"us", "share of copy", "share of products", "speed-up"}),
         ("sampling_speed", {"us", "reads"}),
     ],
 )
@@ -115,6 +116,7 @@ def test_every_section_runs_on_native_operations(load: Any, name: str, columns: 
         "products_speed",
         "check_sampling",
         "check_attention",
+        "experts_speed",
         "sampling_speed",
     ],
 )
@@ -234,6 +236,14 @@ def test_a_wrong_product_of_experts_in_float8_is_found(load: Any, monkeypatch: p
         monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", product)
         for row in module.float8_rows(bench, (3, 0, 1, 12)):
             assert row["ok"] is (product is scaled_grouped_mm)
+
+
+def test_both_products_of_experts_that_are_timed_compute_the_same(load: Any) -> None:
+    module, bench = load("experts_speed"), load("bench").Bench(CPU, small=True, kernels_name="triton")
+    stacks = [module.Stack(bench.normal(4, *sides) / 8, None) for sides in ((64, 64), (64, 32))]
+    given = bench.normal(5, 64), *stacks, module._choices(bench, 5, 4, 2)
+    grouped, kernel = (multiply(*given).float() for multiply in module._products(bench).values())
+    assert 0 < (grouped - kernel).abs().max() < 0.02 * grouped.abs().max()
 
 
 def test_a_wrong_product_in_groups_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from sglang_jax.architectures.kinds.experts import ClampedGate
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales
 from torch_backend.attention.interface import AttentionOptions
@@ -26,6 +27,15 @@ from torch_backend.kernels.gated_activation import gelu_mul, rounded_gated, silu
 from torch_backend.kernels.group_layout import GroupedWeights
 from torch_backend.kernels.group_product import group_product
 from torch_backend.kernels.integer_product import integer_product
+from torch_backend.kernels.plain_experts import (
+    ExpertRows,
+    Gate,
+    gate_experts,
+    multiply_sorted_rows,
+    rows_per_expert,
+    sum_experts,
+    tile_rows,
+)
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm, rounded_add_rms_norm, rounded_rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
 from torch_backend.kernels.rounding import empty_rows, round_rows
@@ -106,6 +116,10 @@ REPRESENTATIVE = (
     "group_product: bfloat16, int4 in groups of 64 with zeros, 64 rows, 4096 x 4096: ",
     "group_product: bfloat16, float4_e2m1fn in groups of 32, 16 rows, 4096 x 4096: ",
     "expert_product: bfloat16, float4_e2m1fn in groups of 32, 64 rows, 32 x 5760 x 2880, bias: ",
+    "gate_experts: bfloat16, 128 rows, 128 x 2 x 768 x 2048: ",
+    "gate_experts: bfloat16, 32768 rows, 128 x 2 x 768 x 2048: ",
+    "sum_experts: bfloat16, 128 rows, 128 x 2048 x 768: ",
+    "sum_experts: bfloat16, 32768 rows, 128 x 2048 x 768: ",
     "fixed_product: bfloat16, bfloat16, 4096 x 4096: ",
     "fixed_product: float32, float32, 4096 x 4096: ",
 )
@@ -131,6 +145,7 @@ def shipped_kernels() -> list[ShippedKernel]:
         *_integer_products(),
         *_group_products(),
         *_expert_products(),
+        *_plain_experts(),
         *_fixed_products(),
     ]
 
@@ -532,6 +547,62 @@ def _expert_product(
 
     words = f"{_name(dtype)}, {kind.value}, {rows} rows, {experts} x {outputs} x {inputs}"
     return ShippedKernel("expert_product", words + (", bias" if has_bias else ""), launch)
+
+
+def _plain_experts() -> Iterator[ShippedKernel]:
+    """Of Qwen3 with 128 experts, of which a token chooses 8; of gpt-oss, divided among 8 devices; and of odd sizes,
+    whose rows cannot be copied in 16 bytes."""
+    qwen, gpt_oss, odd = (128, 2048, 768), (32, 2880, 360), (32, 2050, 361)
+    for tokens in (16, 256, 512, 4096):
+        yield from _plain_expert_products(torch.bfloat16, tokens, 8, qwen)
+        yield from _plain_expert_products(torch.bfloat16, tokens, 4, gpt_oss, clamped=True)
+    for tokens in (16, 4096):
+        yield from _plain_expert_products(torch.float16, tokens, 8, qwen)
+        yield from _plain_expert_products(torch.bfloat16, tokens, 4, odd)
+    yield from _plain_expert_products(torch.float32, 16, 8, qwen)
+    for tokens in (16, 4096):
+        yield _sorted_rows(torch.bfloat16, tokens * 8, (128, 1536, 2048))
+
+
+def _sorted_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int, int]) -> ShippedKernel:
+    """Only the product, for experts of which the other product is another kernel's."""
+    experts, outputs, inputs = shape
+    weights = _empty(dtype, *shape)
+    per_expert = rows_per_expert(rows, weights)
+    tiles = min(experts, rows) + max(rows - experts, 0) // tile_rows(per_expert, dtype)
+    own = ExpertRows(_empty(torch.int32, tiles, 3), None, 1, per_expert)
+
+    def launch(chip: Chip) -> object:
+        return multiply_sorted_rows(_empty(dtype, rows, inputs), weights, None, own, chip)
+
+    return ShippedKernel(
+        "multiply_sorted_rows", f"{_name(dtype)}, {rows} rows, {experts} x {outputs} x {inputs}", launch
+    )
+
+
+def _plain_expert_products(
+    dtype: torch.dtype, tokens: int, chosen: int, shape: tuple[int, int, int], *, clamped: bool = False
+) -> Iterator[ShippedKernel]:
+    """Both of them. Those with a clamped gate have biases, too."""
+    experts, hidden, inner = shape
+    rows = tokens * chosen
+    gate = Gate(Activation.SILU, ClampedGate(1.702, 7.0) if clamped else None)
+    gate_up, down = _empty(dtype, experts, 2 * inner, hidden), _empty(dtype, experts, hidden, inner)
+    biases = [_empty(dtype, *each.shape[:2]) if clamped else None for each in (gate_up, down)]
+    per_expert = rows_per_expert(rows, gate_up)
+    tiles = min(experts, rows) + max(rows - experts, 0) // tile_rows(per_expert, dtype)
+    own = ExpertRows(_empty(torch.int32, tiles, 3), _empty(torch.int64, rows), chosen, per_expert)
+
+    def launch_gate(chip: Chip) -> object:
+        return gate_experts(_empty(dtype, tokens, hidden), gate_up, biases[0], own, gate, chip)
+
+    def launch_sum(chip: Chip) -> object:
+        scores = _empty(torch.float32, tokens, chosen)
+        return sum_experts(_empty(dtype, rows, inner), down, biases[1], own, scores, dtype, chip)
+
+    words, end = f"{_name(dtype)}, {rows} rows, {experts}", ", clamped, bias" if clamped else ""
+    yield ShippedKernel("gate_experts", f"{words} x 2 x {inner} x {hidden}{end}", launch_gate)
+    yield ShippedKernel("sum_experts", f"{words} x {hidden} x {inner}{', bias' if clamped else ''}", launch_sum)
 
 
 def _fixed_products() -> Iterator[ShippedKernel]:

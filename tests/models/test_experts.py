@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import helpers.triton_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,13 +28,18 @@ from sglang_jax.layers import batch as jax_batch
 from sglang_jax.layers import experts as jax_experts
 from sglang_jax.layers import part as jax_part
 from torch_backend import batch as torch_batch
+from torch_backend.kernels.chip import Chip
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers import experts as torch_experts
 from torch_backend.layers import part as torch_part
+from torch_backend.layers.plain_products import fused_product_on
 from torch_backend.layers.shard import ModelShard
 from torch_backend.native_operations import NativeOperations
 from torch_backend.parallel import SINGLE
 
+assert helpers.triton_interpreter
+
+CPU = torch.device("cpu")
 HIDDEN, EXPERTS, INNER = 24, 8, 16
 ROWS = 3
 CONFIGS = {
@@ -57,7 +63,7 @@ CONFIGS = {
     "shared without a gate": {"shared_size": 20, "chosen": 1},
 }
 JAX_FORMS = [f"jax {one.value}" for one in (ExpertProducts.ALL, ExpertProducts.RAGGED, ExpertProducts.TILES)]
-TORCH_FORMS = ["torch tiles", "torch all experts", "torch grouped"]
+TORCH_FORMS = ["torch tiles", "torch all experts", "torch sorted", "torch fused"]
 Arrays = dict[str, np.ndarray]
 Layer = Callable[[np.ndarray, int], np.ndarray]
 
@@ -250,11 +256,14 @@ def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, mo
         give(layer.shared.down.matrix, "weight", arrays["shared.down"])
     if config.shared_gate:
         give(layer.shared, "router", arrays["shared.router"])
+    monkeypatch.setattr(Chip, "of", lambda device: Chip(90, 132))
     match form:
         case "all experts":
             monkeypatch.setattr(layer, "_sorted", lambda x, choice, multiply: layer._by_all(x, choice))
-        case "grouped":
+        case "sorted":
             monkeypatch.setattr(layer, "_one_by_one", layer._grouped)
+        case "fused":
+            monkeypatch.setattr(layer, "_fused", fused_product_on(CPU, config.activation, config.clamped))
 
     def call(x: np.ndarray, padding: int) -> np.ndarray:
         tokens, real = len(x), len(x) - padding
@@ -308,7 +317,7 @@ def test_8_bit_matrices_are_multiplied_by_their_scales(
     np.testing.assert_allclose(layer(x, 0), expected(config, arrays, x), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("form", JAX_FORMS + TORCH_FORMS[:2])  # on a CPU, torch's own form is plain products
+@pytest.mark.parametrize("form", JAX_FORMS + TORCH_FORMS[:2])  # interpreted kernels are slow
 def test_other_tokens_and_padding_change_no_bit(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step of a fixed size. Padding may be anything, chooses no expert, and gives 0."""
     layers = [build(form, name, monkeypatch)[0] for name in ("renormalised", "softmax of those chosen")]

@@ -28,7 +28,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MXFP4 = GroupType(Levels.FLOAT4_E2M1, 32, Scales.POWER_OF_TWO)
 KINDS = [MXFP4, GroupType(Levels.INT4, 64, Scales.FLOAT16, zeros=True), GroupType(Levels.INT8, 32, Scales.FLOAT32)]
 
-CACHES = expert_products.kernel_works, expert_products._log_product
+CACHES = expert_products.kernel_works, expert_products.log_product
 
 
 @pytest.fixture(autouse=True)

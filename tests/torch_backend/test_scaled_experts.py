@@ -33,7 +33,7 @@ assert helpers.triton_interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # in rows of padding
 
-CACHES = expert_products.float8_works, expert_products._log_product
+CACHES = expert_products.float8_works, expert_products.log_product
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FLOAT8 = torch.float8_e4m3fn
 

@@ -127,6 +127,16 @@ def test_programs_of_decode_attention_share_a_multiprocessor() -> None:
         assert 1 <= programs <= (SHARED_MEMORY[chip.capability] + 1024) // (row.shared_bytes + 1024), name
 
 
+@pytest.mark.parametrize("chip", SHARED_MEMORY)
+def test_kernels_of_plain_experts_spill_on_no_chip(chip: int) -> None:
+    rows = {name: row for name, row in rows_of(RECORDED, f"sm_{chip} ").items() if "multiply_experts" in name}
+    assert rows
+    assert [name for name, figures in rows.items() if figures.stack_bytes] == []
+    # Weights and inputs are copied ahead of the products that need them, where rows can be copied in 16 bytes.
+    aligned = {name: row for name, row in rows.items() if "361" not in name}
+    assert [name for name, figures in aligned.items() if "cp.async" not in figures.instructions] == []
+
+
 def test_attention_prefetches_keys() -> None:
     rows = {
         name: row
@@ -145,6 +155,8 @@ def test_small_kernels_start_while_the_one_before_ends_where_the_chip_can() -> N
         "decode_splits",
         "multiply_tiles",
         "multiply_groups",
+        "multiply_experts",
+        "sum_choices",
         "add_splits",
         "plan_tiles",
     )
@@ -196,6 +208,16 @@ def test_representative_kernels_compile_to_what_the_table_says() -> None:
     for each in (floats, experts):
         figures = compiled.kernels[f"sm_90 {each}: multiply_groups"]
         assert figures.loops[0] * figures.warps / 4 < 465
+    # per kilobyte of weights with few rows, and per million operations with many
+    for each, matrices in (("gate_experts: {}, 128 x 2 x 768 x 2048", 2), ("sum_experts: {}, 128 x 2048 x 768", 1)):
+        few, many = (
+            compiled.kernels[f"sm_90 {each.format(f'bfloat16, {rows} rows')}: multiply_experts"]
+            for rows in (128, 32_768)
+        )
+        assert few.loops[0] * few.warps / (8 * matrices) < 40
+        assert many.loops[0] * many.warps / (2e-6 * matrices * 128 * 128 * 64) < 200
+        assert "wgmma" in few.instructions
+        assert "wgmma" in many.instructions
     integers = compiled.kernels["sm_90 integer_product: bfloat16, 16 rows, 4096 x 4096: multiply_tiles"]
     assert integers.loops[0] * integers.warps / 8 < 60
     assert bfloat16.loops[0] * bfloat16.warps / 32 < 80

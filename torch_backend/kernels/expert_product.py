@@ -17,13 +17,13 @@ from torch_backend.kernels.group_layout import GroupedWeights
 from torch_backend.kernels.group_product import check_inputs, group_tile, launch
 from torch_backend.kernels.scaled_product import ProductTile
 
-_SKEW = 2
+SKEW = 2
 """The rows of a tile are chosen for this many times the average of an expert: most rows belong to popular experts."""
 
 
 def expert_tile(rows: int, experts: int, weights: GroupedWeights, chip: Chip) -> ProductTile:
     """The tile for a number of rows of all experts. A row's sums do not depend on it."""
-    return group_tile(_SKEW * triton.cdiv(rows, experts), weights, chip)
+    return group_tile(SKEW * triton.cdiv(rows, experts), weights, chip)
 
 
 def tile_table(sizes: torch.Tensor, rows: int, tile_rows: int, chip: Chip) -> torch.Tensor:

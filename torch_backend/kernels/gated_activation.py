@@ -20,17 +20,30 @@ _GELU_TANH = tl.constexpr(Activation.GELU_TANH.value)
 
 
 @triton.jit
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """`activation(gate) * up` in float32."""
+    exponent = -gate
+    if ACTIVATION == _GELU_TANH:
+        # (1 + tanh(z)) / 2 is the sigmoid of 2 z, without cancellation; 1.5957691 is twice the root of 2 / pi.
+        exponent = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(exponent)) * up
+
+
+@triton.jit
+def activate_clamped(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """gpt-oss's gate (see `ClampedGate`) in float32."""
+    gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+
+
+@triton.jit
 def _activated(gate_up, row, lanes, inside, intermediate, ACTIVATION: tl.constexpr):
     """Some numbers of a row, in the type of `gate_up`; 0 where not `inside`."""
     start = gate_up + row * 2 * intermediate
     gate = tl.load(start + lanes, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + intermediate + lanes, mask=inside, other=0.0).to(tl.float32)
-    exponent = -gate
-    if ACTIVATION == _GELU_TANH:
-        # (1 + tanh(z)) / 2 is the sigmoid of 2 z, without cancellation; 1.5957691 is twice the root of 2 / pi.
-        exponent = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    activated = gate / (1.0 + tl.exp(exponent)) * up
-    return activated.to(gate_up.dtype.element_ty)
+    return activate(gate, up, ACTIVATION).to(gate_up.dtype.element_ty)
 
 
 @triton.jit

@@ -27,14 +27,9 @@ from torch_backend.layers.expert_products import (
 )
 from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
+from torch_backend.layers.plain_products import Stack, sorted_product_on
 from torch_backend.layers.scaled_products import VALUE_TYPES
 from torch_backend.rounded_rows import Rounding, Rows
-
-_MIN_CAPABILITY = 8
-"""Minimum capability of a GPU for `grouped_mm`: Ampere."""
-
-_EIGHT = 8
-"""Rows of its bfloat16 matrices must be a multiple of this: 16 bytes."""
 
 RowProduct = Callable[[torch.Tensor], torch.Tensor]
 """`x [T, inputs]` → `[T, outputs]`, with the bias added, rounded once."""
@@ -59,12 +54,10 @@ class ExpertMatrices(Loadable, ABC):
     def widened(self) -> torch.Tensor:
         """All matrices in the dtype of products."""
 
-    def multiplies_sorted(self, device: torch.device) -> bool:
-        """Whether `multiply_sorted` works on a device: torch's grouped product on a GPU."""
-        if device.type != "cuda" or self.dtype != torch.bfloat16:
-            return False
-        rows_fit = all(side % _EIGHT == 0 for side in self.shape[1:])
-        return rows_fit and torch.cuda.get_device_capability(device)[0] >= _MIN_CAPABILITY
+    @property
+    def has_product(self) -> bool:
+        """Whether they are multiplied as they are stored, by a product of their own on a GPU."""
+        return False
 
     @property
     def rounding(self) -> Rounding | None:
@@ -75,8 +68,12 @@ class ExpertMatrices(Loadable, ABC):
         """Multiplies rows `[M, inputs]`, plain numbers or rounded by `rounding`, by the matrices of their experts: `[M,
         outputs]`, with the biases added. Outputs of padding are undefined."""
         assert isinstance(x, torch.Tensor), "the product takes plain numbers"
-        found = functional.grouped_mm(x, self.widened().transpose(1, 2), offs=rows.ends)
-        return self._with_bias(found, rows)
+        return sorted_product_on(x.device)(x, self.stack, rows)
+
+    @property
+    def stack(self) -> Stack:
+        """All matrices in the dtype of products, and their biases."""
+        return Stack(self.widened(), self.bias)
 
     def _with_bias(self, found: torch.Tensor, rows: SortedRows) -> torch.Tensor:
         return found if self.bias is None else found + self.bias[rows.existing]
@@ -132,8 +129,9 @@ class ScaledExperts(ExpertMatrices):
     def rounding(self) -> Rounding | None:
         return None if self._product is None else self._product.rounding
 
-    def multiplies_sorted(self, device: torch.device) -> bool:
-        return self._product is not None or super().multiplies_sorted(device)
+    @property
+    def has_product(self) -> bool:
+        return self._product is not None
 
     def multiply_sorted(self, x: Rows, rows: SortedRows) -> torch.Tensor:
         if self._product is None:
@@ -240,8 +238,9 @@ class GroupedExperts(ExpertMatrices):
         assert self._weights is not None
         return self._weights.widened(self.dtype).view(self.shape)
 
-    def multiplies_sorted(self, device: torch.device) -> bool:
-        return self._product is not None or super().multiplies_sorted(device)
+    @property
+    def has_product(self) -> bool:
+        return self._product is not None
 
     def multiply_sorted(self, x: Rows, rows: SortedRows) -> torch.Tensor:
         if self._product is None:

@@ -56,7 +56,7 @@ class SortedRows:
 
     @cached_property
     def tables(self) -> dict[int, torch.Tensor]:
-        """The kernel's tables of tiles, by the rows of a tile, which the products of a layer share."""
+        """The kernels' tables of tiles, by the rows of a tile, which the products of a layer share."""
         return {}
 
 
@@ -88,14 +88,15 @@ def product_for(kind: GroupType, device: torch.device, dtype: torch.dtype) -> Ex
     """The product of experts of a type on a device, which it logs: a kernel on a GPU, where it works. None if their
     matrices must be widened."""
     if device.type == "cuda" and dtype != torch.float32 and kernel_works(kind, device, dtype):
-        _log_product(kind.value, "by a kernel that widens them in registers")
+        log_product(kind.value, "by a kernel that widens them in registers")
         return kernel_product_on(device)
-    _log_product(kind.value, _widened_to(dtype))
+    log_product(kind.value, _widened_to(dtype))
     return None
 
 
 @functools.cache
-def _log_product(values: str, how: str) -> None:
+def log_product(values: str, how: str) -> None:
+    """Logs once how experts of some values are multiplied."""
     logger.info("Experts of %s are multiplied %s", values, how)
 
 
@@ -163,9 +164,9 @@ def scaled_product_for(
     rounds = encoding.values is ValueType.FLOAT8_E4M3 and encoding.activations is not ActivationScales.NONE
     fits = dtype == torch.bfloat16 and all(side % _MULTIPLE == 0 for side in shape[1:])
     if device.type == "cuda" and rounds and fits and float8_works(device):
-        _log_product(encoding.values.value, "as float8, by torch's scaled_grouped_mm; inputs are rounded to float8")
+        log_product(encoding.values.value, "as float8, by torch's scaled_grouped_mm; inputs are rounded to float8")
         return float8_product_on(device)
-    _log_product(encoding.values.value, _widened_to(dtype))
+    log_product(encoding.values.value, _widened_to(dtype))
     return None
 
 

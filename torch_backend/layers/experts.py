@@ -24,6 +24,7 @@ from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
+from torch_backend.layers.plain_products import FusedProduct, SortedChoices, fused_product_for
 from torch_backend.layers.row_tiles import RowTiles
 from torch_backend.rounded_rows import Rounding, Rows
 
@@ -95,6 +96,13 @@ class Experts(Loadable):
         self._each = options.each
         self._tile = _FIXED_TILE if options.fixed else None
         self._fixed_route: Product | None = None
+        self._fused: FusedProduct | None = None
+
+    def choose_product(self, device: torch.device) -> None:
+        """Chooses the product of plain and widened matrices on a device, after matrices have chosen their own."""
+        if not all(each.has_product for each in (self.gate_up, self.down)):
+            activation = None if self.config.squared_relu else self.config.activation
+            self._fused = fused_product_for(device, self.dtype, activation, self.config.clamped)
 
     def _route(self, x: torch.Tensor) -> torch.Tensor:
         """Router logits `[T, experts]` of float32 x."""
@@ -141,8 +149,12 @@ class Experts(Loadable):
         return found.to(x.dtype)
 
     def _outputs(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
-        """This rank's part of the outputs of the experts of `x [T, width]`: float32 `[T, width]`."""
-        if all(each.multiplies_sorted(x.device) for each in (self.gate_up, self.down)):
+        """This rank's part of the outputs of the experts of `x [T, width]`: `[T, width]`, in float32 if others are
+        added."""
+        own = [each.has_product for each in (self.gate_up, self.down)]
+        if self._fused is not None and not any(own):
+            return self._fused_with_gate(x, choice, self._fused)
+        if all(own) or self._fused is not None:
             rounding = self.gate_up.rounding
             # A token is rounded once for all of its experts.
             return self._sorted(x if rounding is None else rounding.round(x), choice, self._grouped)
@@ -163,6 +175,13 @@ class Experts(Loadable):
         weighted = outputs.view(tokens, chosen, -1).float() * scores
         # Outputs of padding are undefined.
         return torch.where(scores != 0, weighted, 0.0).sum(1)
+
+    def _fused_with_gate(self, x: torch.Tensor, choice: ExpertChoice, multiply: FusedProduct) -> torch.Tensor:
+        """Returns `[T, hidden]`: float32 if the output of a shared expert is added."""
+        experts, order = choice.experts.reshape(-1).sort(stable=True)
+        rows = SortedRows(experts, choice.tokens_of(len(self._own)), self._parts)
+        dtype = x.dtype if self.shared is None else torch.float32
+        return multiply(x, self.gate_up.stack, self.down.stack, SortedChoices(rows, order, choice.scores), dtype)
 
     def _one_by_one(self, x: Rows, tokens: torch.Tensor, of_experts: SortedRows) -> torch.Tensor:
         """Computes the rows of one expert after the other, and none of padding: at once, if no row's product depends on
