@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.quick_programs import xla_flags
 from helpers.tiny_models import make_tiny_checkpoint
 
 HIDDEN = {
@@ -107,6 +108,7 @@ def run_without(hidden: tuple[str, ...], folder: Path, scratch: Path) -> dict[st
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(site), str(Path(__file__).parents[2])]),
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(),
     }
     finished = subprocess.run(
         [sys.executable, str(program), str(folder)],

@@ -106,8 +106,8 @@ assert drafts > 4, drafts
 
 _STATES = """
 import sys
-from helpers.tiny_models import make_tiny_checkpoint
 from pathlib import Path
+from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
 
@@ -136,25 +136,6 @@ assert run(2) == run(1)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_devices_with_states_give_the_same_as_one(tmp_path: Path) -> None:
-    """Prompts that start with states of others, and turns of a session."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
-    finished = subprocess.run(
-        [sys.executable, "-c", _STATES, tmp_path, tmp_path / "cache"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-
-
 _EXPERTS = """
 import sys
 from pathlib import Path
@@ -177,58 +158,56 @@ assert [sum(layer) for layer in counts.values()] == [3 * (4 + 18 + 1 + 3 * 7)] *
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_devices_count_the_tokens_of_experts_once(tmp_path: Path) -> None:
+_EACH = """
+import sys
+
+scratch, cache, *programs = sys.argv[1:]
+for number, program in enumerate(programs):
+    sys.argv = ["program", f"{scratch}/{number}", cache]
+    exec(program, {"__name__": f"program {number}"})
+"""
+
+
+def run_program(program: str, devices: int, *arguments: str | Path) -> None:
+    """Runs Python code in a separate process with a number of devices."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
+        "XLA_FLAGS": xla_flags(f"--xla_force_host_platform_device_count={devices}"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     finished = subprocess.run(
-        [sys.executable, "-c", _EXPERTS, tmp_path, tmp_path / "cache"],
+        [sys.executable, "-c", program, *arguments],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=880,
+        check=False,
     )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.returncode == 0, finished.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_devices_give_the_same_as_one_with_states_and_count_the_tokens_of_experts_once(tmp_path: Path) -> None:
+    """Prompts that start with states of others, and turns of a session; then a model with experts in two parts. One
+    process, because most of the time is its start."""
+    run_program(_EACH, 2, tmp_path, tmp_path / "cache", _STATES, _EXPERTS)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("draft", ["draft", "model"])
 def test_two_devices_with_a_draft_model_give_the_same_as_one_without(tmp_path: Path, draft: str) -> None:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
-    arguments = [tmp_path, tmp_path / "cache", draft]
-    finished = subprocess.run(
-        [sys.executable, "-c", _DRAFTS, *arguments], env=environment, capture_output=True, text=True, timeout=880
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    run_program(_DRAFTS, 2, tmp_path, tmp_path / "cache", draft)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_one_two_four_and_eight_devices_give_the_same(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=8"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", [("2", "8"), pytest.param(("4",), marks=pytest.mark.soak)], ids=" ".join)
+def test_several_devices_give_the_same_as_one(sizes: tuple[str, ...], tmp_path: Path) -> None:
+    """Two have a kv head each; four and eight have copies."""
     (tmp_path / "model").mkdir()
-    finished = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, tmp_path / "model", tmp_path / "cache", "2", "4", "8"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
+    run_program(_PROGRAM, 8, tmp_path / "model", tmp_path / "cache", *sizes)
 
 
 def config(num_heads: int, num_kv_heads: int, intermediate: int = 96, vocab: int = 96) -> ModelConfig:
@@ -253,7 +232,9 @@ def config(num_heads: int, num_kv_heads: int, intermediate: int = 96, vocab: int
     )
 
 
-@pytest.mark.parametrize(("kv_heads", "size", "copies"), [(4, 1, 1), (4, 2, 1), (4, 4, 1), (2, 8, 4), (1, 8, 8)])
+@pytest.mark.parametrize(
+    ("kv_heads", "size", "copies"), [(4, 1, 1), (4, 2, 1), (4, 4, 1), (2, 4, 2), (2, 8, 4), (1, 8, 8)]
+)
 def test_kv_heads_are_copied_where_there_are_more_devices(kv_heads: int, size: int, copies: int) -> None:
     parallel = TensorParallel.of(config(8, kv_heads), Parallelism(size))
     assert {layer.mixer.num_kv_heads for layer in parallel.config.layers} == {kv_heads * copies}
