@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
 def pytest(cache: str, arguments: Sequence[str]) -> int:
     """Pytest's exit status. `cache`: the folder where it records failed tests."""
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    # Tests start hundreds of processes, which would compile all modules again each.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def failed_tests(cache: str) -> list[str]:
