@@ -50,11 +50,12 @@ class ExpertTiles:
         tiles = (sizes + rows - 1) // rows
         ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
         most = total // rows + min(count, total)
-        own = jnp.minimum(experts, count - 1)
-        places = (ends - tiles)[own] * rows + jnp.arange(total) - starts[own]
+        # As a gather from `[count]`, which a TPU does number by number.
+        before = jnp.where(experts[:, None] == jnp.arange(count), (ends - tiles) * rows - starts, 0).sum(1)
+        places = before + jnp.arange(total)
         # Tiles without rows have the expert of the last one with rows, so that no other is copied.
         numbers = jnp.minimum(jnp.arange(most), jnp.maximum(ends[-1:] - 1, 0))
-        of_tiles = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), count - 1)
+        of_tiles = jnp.minimum((numbers[:, None] >= ends).sum(1), count - 1)
         places = jnp.where(experts < count, places, most * rows)
         return cls(of_tiles.astype(jnp.int32), ends[-1:].astype(jnp.int32), places.astype(jnp.int32))
 
