@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sglang_jax.kernels.expert_tiles import SortedTiles
 from sglang_jax.kernels.group_product_pallas import (
     ROWS,
     GroupedWeights,
@@ -50,11 +51,12 @@ class ExpertTiles:
         tiles = (sizes + rows - 1) // rows
         ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
         most = total // rows + min(count, total)
-        own = jnp.minimum(experts, count - 1)
-        places = (ends - tiles)[own] * rows + jnp.arange(total) - starts[own]
+        # As a gather from `[count]`, which a TPU does number by number.
+        before = jnp.where(experts[:, None] == jnp.arange(count), (ends - tiles) * rows - starts, 0).sum(1)
+        places = before + jnp.arange(total)
         # Tiles without rows have the expert of the last one with rows, so that no other is copied.
         numbers = jnp.minimum(jnp.arange(most), jnp.maximum(ends[-1:] - 1, 0))
-        of_tiles = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), count - 1)
+        of_tiles = jnp.minimum((numbers[:, None] >= ends).sum(1), count - 1)
         places = jnp.where(experts < count, places, most * rows)
         return cls(of_tiles.astype(jnp.int32), ends[-1:].astype(jnp.int32), places.astype(jnp.int32))
 
@@ -71,7 +73,7 @@ def rows_of_tile(rows: int, experts: int) -> int:
 
 
 def multiply_experts_in_groups(
-    x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles, *, folds: int = 1, interpret: bool = False
+    x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles | SortedTiles, *, folds: int = 1, interpret: bool = False
 ) -> jax.Array:
     """`x` bfloat16 `[tiles * rows, inputs]` times the matrices of the tiles' experts → float32 `[tiles * rows,
     columns]`; results of rows without a source are undefined. `weights`, `folds`: see `folded` and `filled_up`.
@@ -88,7 +90,7 @@ def multiply_experts_in_groups(
     return (found[:, 0, :, :columns] + total).reshape(len(x), columns)
 
 
-def _multiply(x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles, interpret: bool) -> jax.Array:
+def _multiply(x: jax.Array, weights: GroupedWeights, tiles: ExpertTiles | SortedTiles, interpret: bool) -> jax.Array:
     count, inputs = len(tiles.experts), x.shape[1]
     rows, (_, groups, outputs) = len(x) // count, weights.scales.shape
     columns = columns_of(rows, jax.eval_shape(lambda: jax.tree.map(lambda each: each[0], weights)))

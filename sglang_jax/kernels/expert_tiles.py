@@ -120,6 +120,23 @@ class Widths:
         return cls(inner[0], outputs[0]) if inner and outputs else None
 
 
+def columns_of_sums(tokens: int, chosen: int, rows: int, hidden: int) -> int | None:
+    """The most columns of a program that adds outputs up, if the vector memory of the target has room for it and for
+    all tokens; else None."""
+    if tokens * chosen > _MOST_CHOICES:
+        return None
+    room, halves = VMEM_LIMITS[current_chip()] - 4 * MIB, halves_of(hidden)
+    blocks = 8 * LANES * halves * (min(padded(tokens), PACKED_TOGETHER) + 2 * rows)
+    if blocks + 4 * LANES * (padded(tokens) * apart(halves) + halves * apart(rows)) > room:
+        return None
+    fitting = (
+        each
+        for each in _widths(hidden)
+        if 4 * (LANES * (tokens + 1) * apart(each // LANES) + each * (2 * tokens + 3 * rows)) <= room
+    )
+    return next(fitting, None)
+
+
 def _widths(columns: int) -> list[int]:
     """Whole tiles of columns in about equal parts, largest first: one for each core of a device, at least."""
     tiles, cores = -(-columns // LANES), CORES.get(current_chip(), 1)

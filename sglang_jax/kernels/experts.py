@@ -21,7 +21,8 @@ from sglang_jax.kernels.expert_groups_pallas import (
     rows_of_tile,
 )
 from sglang_jax.kernels.expert_pallas import Gate, OfColumns, gated_rows, summed_rows
-from sglang_jax.kernels.expert_tiles import SortedTiles, Widths, rows_of_expert
+from sglang_jax.kernels.expert_rows_pallas import gather_rows, sum_rows
+from sglang_jax.kernels.expert_tiles import SortedTiles, Widths, columns_of_sums, rows_of_expert
 from sglang_jax.kernels.group_product_pallas import GroupedWeights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, current_chip
 
@@ -241,6 +242,9 @@ def multiply_experts(
     if products is ExpertProducts.GROUPS:
         # The rows of a tile may change the last bits, so they are fixed where `tile` asks for equal results.
         rows = rows_of_tile(len(flat), experts or own) if tile is None else LEAST_ROWS
+        columns = columns_of_sums(len(x), chosen, rows, x.shape[1])
+        if columns is not None:
+            return _groups_in_kernels(x, weights, choice, gate, rows, columns)
         found = _in_groups(x, order // chosen, weights, flat[order], sizes, gate, rows)
     else:
         multiply = _ragged if products is ExpertProducts.RAGGED else partial(_in_tiles, tile=tile)
@@ -360,6 +364,24 @@ def _in_groups(
 ) -> jax.Array:
     """As `_ragged`, of the rows of `x` with the numbers `tokens` `[M]`. `rows`: of a tile."""
     tiles = ExpertTiles.of(experts, sizes, rows)
+    return _products_of_groups(x[tiles.spread(tokens, rows)], weights, tiles, gate, rows)[tiles.places]
+
+
+def _groups_in_kernels(
+    x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate, rows: int, columns: int
+) -> jax.Array:
+    """With kernels that gather rows and add their outputs up. `columns`: of a program that adds."""
+    assert isinstance(weights.up, ExpertGroups)
+    tiles, interpret = SortedTiles.of(choice.experts, choice.scores, weights.count, rows), weights.up.interpret
+    own = gather_rows(x.astype(jnp.bfloat16), tiles, interpret=interpret)
+    found = _products_of_groups(own, weights, tiles, gate, rows)
+    return sum_rows(found, tiles, columns, len(x), interpret=interpret)
+
+
+def _products_of_groups(
+    own: jax.Array, weights: ExpertWeights, tiles: ExpertTiles | SortedTiles, gate: Gate, rows: int
+) -> jax.Array:
+    """Of rows in tiles, `[tiles * rows, hidden]`: float32."""
 
     def product(rows: jax.Array, matrices: ExpertMatrices, outputs: int) -> jax.Array:
         assert isinstance(matrices, ExpertGroups)
@@ -368,14 +390,13 @@ def _in_groups(
         return found[:, :outputs]
 
     assert isinstance(weights.down, ExpertGroups)
-    inner, hidden = weights.down.weights.levels.shape[1] * weights.down.folds, x.shape[1]
-    own = x[tiles.spread(tokens, rows)]
+    inner, hidden = weights.down.weights.levels.shape[1] * weights.down.folds, own.shape[1]
     found = weights.inner(
         lambda matrices: product(own, matrices, inner),
         gate,
         lambda array: jnp.repeat(array[tiles.experts], rows, axis=0),
     )
-    return product(found, weights.down, hidden)[tiles.places]
+    return product(found, weights.down, hidden)
 
 
 def _in_tiles(

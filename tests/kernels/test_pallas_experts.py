@@ -12,8 +12,9 @@ import pytest
 from helpers.tpu_interpreter import CopyMode, Interpreted
 from numpy.typing import NDArray
 
-from sglang_jax.kernels import expert_pallas, expert_tiles, experts
-from sglang_jax.kernels.expert_tiles import SortedTiles, Widths
+from sglang_jax.kernels import expert_rows_pallas, expert_tiles, experts
+from sglang_jax.kernels.expert_rows_pallas import gather_rows, sum_rows
+from sglang_jax.kernels.expert_tiles import SortedTiles, Widths, columns_of_sums
 from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, KernelPart, multiply_experts
 from sglang_jax.kernels.ragged_paged_attention.pallas import shapes
 
@@ -107,7 +108,7 @@ def test_outputs_are_those_of_float64(
     limits = shapes.VMEM_LIMITS | {shapes.Chip.INTERPRETER: int((4 + vector_memory) * shapes.MIB)}
     monkeypatch.setattr(expert_tiles, "VMEM_LIMITS", limits)
     monkeypatch.setattr(experts, "_LEAST_TOKENS_OF_A_PART", 4)
-    for module in (expert_tiles, expert_pallas):
+    for module in (expert_tiles, expert_rows_pallas):
         monkeypatch.setattr(module, "PACKED_TOGETHER", 16)
         monkeypatch.setattr(module, "CORES", {shapes.Chip.INTERPRETER: cores} if cores > 1 else {})
     weights, numbers = random_weights(12, columns, hidden, dtype, gates=gates)
@@ -151,6 +152,25 @@ def test_tiles_hold_every_choice_once() -> None:
     assert found == sorted(wanted)
 
 
+def test_rows_are_gathered_exactly_and_added_up() -> None:
+    """Without products: more tiles of numbers than whole pairs, and the last program of sums narrower."""
+    choice = chosen(21, [0, 2, 3], 2, padding=3)
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((21, 320)), jnp.bfloat16)
+
+    def gather_and_add(x: jax.Array, choice: ExpertChoice) -> tuple[dict[str, Any], jax.Array, jax.Array]:
+        tiles = SortedTiles.of(choice.experts, choice.scores, 5, 16)
+        rows = gather_rows(x, tiles)
+        return vars(tiles), rows, sum_rows(rows.astype(jnp.float32), tiles, 256, 21)
+
+    (tiles, rows, sums), races = Interpreted(gather_and_add).run(CopyMode.EAGER, x, choice)
+    assert not races
+    for tile, (first, filled) in enumerate(zip(tiles["first"], tiles["filled"], strict=True)):
+        own = np.asarray(tiles["tokens"])[int(first) : int(first) + int(filled)]
+        assert np.array_equal(rows[16 * tile : 16 * tile + len(own)], x[own])
+    expected = np.asarray(choice.scores, np.float64).sum(1)[:, None] * np.asarray(x, np.float64)
+    np.testing.assert_allclose(sums, expected, rtol=1e-6)
+
+
 def test_steps_without_room_are_left_to_other_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def room(tokens: int, hidden: int = 2048, chosen: int = 8) -> Widths | None:
         gate = jax.ShapeDtypeStruct((8, 768, hidden), jnp.bfloat16)
@@ -160,6 +180,8 @@ def test_steps_without_room_are_left_to_other_products(monkeypatch: pytest.Monke
     with monkeypatch.context() as two_cores:
         two_cores.setattr(expert_tiles, "CORES", {shapes.Chip.INTERPRETER: 2})
         assert room(2048) == Widths(384, 1024)
+    assert columns_of_sums(2048, 4, 64, 2880) == 2944
+    assert columns_of_sums(16_384, 4, 64, 2880) is None
     assert room(16_384) is None  # tokens in vector memory
     assert room(4096, 128, chosen=32) is None  # rows in scalar memory
     large, _ = random_weights(1, 16, 16_384, "bfloat16", gates=True)
