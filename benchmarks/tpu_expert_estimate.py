@@ -175,7 +175,8 @@ def compiled(layer: Layer, folder: Path) -> dict[str, Any]:
     return {
         "tokens": part.tokens,
         "rows": part.rows,
-        "around": sum(each.total for each in Module(text).operations() if not each.conditional),
+        "around": sum(each.total for each in Module(text).operations() if not each.conditional)
+        + sum(len(loop.bundles) for loop in read_schedule(folder, "expert_tiles").walk()),
         # Tokens are copied and packed once; each program of outputs clears and writes their sums.
         "gate_up": kernel(folder, "expert_gate_up", part.rows, inner, [blocks, groups]),
         "down": kernel(folder, "expert_down_sum", part.rows, outputs, [outputs * of_sums] * 2),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sglang_jax.kernels.expert_table_pallas import tile_table
 from sglang_jax.kernels.kv_storage import LANES
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import CORES, MIB, VMEM_LIMITS, current_chip
 
@@ -47,30 +48,21 @@ class SortedTiles:
     scores: jax.Array
 
     @classmethod
-    def of(cls, experts: jax.Array, scores: jax.Array, count: int, rows: int) -> SortedTiles:
+    def of(
+        cls, experts: jax.Array, scores: jax.Array, count: int, rows: int, *, interpret: bool = False
+    ) -> SortedTiles:
         """Sorts the choices of tokens, int32 and float32 `[T, chosen]`, by expert; numbers from `count` on are
         padding, and so are choices with a score of 0, whose outputs may be infinite."""
-        flat, chosen = jnp.where(scores == 0, count, experts).reshape(-1), experts.shape[1]
-        tokens = jnp.arange(len(flat), dtype=jnp.int32) // chosen
-        _, tokens, scores = lax.sort((flat, tokens, scores.reshape(-1)), num_keys=1, is_stable=True)
-        sizes = (flat[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
-        tiles = (sizes + rows - 1) // rows
-        ends = jnp.cumsum(tiles, dtype=jnp.int32)
-        numbers = jnp.arange(len(flat) // rows + min(count, len(flat)), dtype=jnp.int32)
-        # Tiles without rows have the expert of the last one with rows, so that no other is copied.
-        existing = jnp.minimum(numbers, jnp.maximum(ends[-1] - 1, 0))
-        of_tiles = jnp.minimum((existing[:, None] >= ends).sum(1, dtype=jnp.int32), count - 1)
-
-        def of_expert(numbers: jax.Array) -> jax.Array:
-            """As `numbers[of_tiles]`, which a TPU would leave to its SparseCores."""
-            return jnp.where(of_tiles[:, None] == jnp.arange(count), numbers, 0).sum(1, dtype=jnp.int32)
-
-        before = (existing - of_expert(ends - tiles)) * rows
-        filled = jnp.where(numbers < ends[-1], jnp.clip(of_expert(sizes) - before, 0, rows), 0)
-        first = of_expert(jnp.cumsum(sizes, dtype=jnp.int32) - sizes) + before
+        own = jnp.where(scores == 0, count, experts)
+        sizes = (own.reshape(-1, 1) == jnp.arange(count)).sum(0, dtype=jnp.int32)
+        chosen, choices = experts.shape[1], experts.size
         # Rows are read in groups.
-        tokens, scores = (jnp.pad(each, (0, TOGETHER)) for each in (tokens, scores))
-        return cls(rows, of_tiles, ends[-1:], filled.astype(jnp.int32), first, tokens, scores)
+        padded = choices + TOGETHER
+        keys = jnp.pad(own.reshape(-1), (0, TOGETHER), constant_values=count) * padded + jnp.arange(padded)
+        keys, scores = lax.sort((keys, jnp.pad(scores.reshape(-1), (0, TOGETHER))), num_keys=1, is_stable=False)
+        tokens = keys % padded // chosen
+        table = tile_table(sizes, rows, choices // rows + min(count, choices), interpret=interpret)
+        return cls(rows, *table, tokens, scores)
 
 
 def rows_of_expert(average: float) -> int:

@@ -372,7 +372,8 @@ def _groups_in_kernels(
 ) -> jax.Array:
     """With kernels that gather rows and add their outputs up. `columns`: of a program that adds."""
     assert isinstance(weights.up, ExpertGroups)
-    tiles, interpret = SortedTiles.of(choice.experts, choice.scores, weights.count, rows), weights.up.interpret
+    interpret = weights.up.interpret
+    tiles = SortedTiles.of(choice.experts, choice.scores, weights.count, rows, interpret=interpret)
     own = gather_rows(x.astype(jnp.bfloat16), tiles, interpret=interpret)
     found = _products_of_groups(own, weights, tiles, gate, rows)
     return sum_rows(found, tiles, columns, len(x), interpret=interpret)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.kernels import expert_rows_pallas, expert_tiles, experts
 from sglang_jax.kernels.expert_rows_pallas import gather_rows, sum_rows
+from sglang_jax.kernels.expert_table_pallas import divided_up
 from sglang_jax.kernels.expert_tiles import SortedTiles, Widths, columns_of_sums
 from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, KernelPart, multiply_experts
 from sglang_jax.kernels.ragged_paged_attention.pallas import shapes
@@ -133,10 +134,16 @@ def test_outputs_are_those_of_float64(
     assert not summed[tokens - 2 :].any()
 
 
+def test_rows_are_divided_into_tiles_exactly() -> None:
+    numbers = np.arange(1 << 16, dtype=np.int32)
+    for rows in range(16, 257, 16):
+        np.testing.assert_array_equal(divided_up(jnp.asarray(numbers), rows), -(-numbers // rows))
+
+
 def test_tiles_hold_every_choice_once() -> None:
     """Filled in front, sorted by expert, and then by token; tiles behind the last one have its expert."""
     choice = chosen(50, [0, 2, 3], 2, padding=9)
-    tiles = jax.jit(lambda experts, scores: vars(SortedTiles.of(experts, scores, 5, 16)))(choice.experts, choice.scores)
+    tiles = vars(SortedTiles.of(choice.experts, choice.scores, 5, 16, interpret=True))
     used, filled = int(tiles["used"][0]), np.asarray(tiles["filled"])
     assert (filled[:used] > 0).all()
     assert not filled[used:].any()
@@ -158,7 +165,7 @@ def test_rows_are_gathered_exactly_and_added_up() -> None:
     x = jnp.asarray(np.random.default_rng(2).standard_normal((21, 320)), jnp.bfloat16)
 
     def gather_and_add(x: jax.Array, choice: ExpertChoice) -> tuple[dict[str, Any], jax.Array, jax.Array]:
-        tiles = SortedTiles.of(choice.experts, choice.scores, 5, 16)
+        tiles = SortedTiles.of(choice.experts, choice.scores, 5, 16, interpret=True)
         rows = gather_rows(x, tiles)
         return vars(tiles), rows, sum_rows(rows.astype(jnp.float32), tiles, 256, 21)
 

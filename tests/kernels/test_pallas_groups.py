@@ -207,8 +207,8 @@ def test_rows_are_multiplied_by_their_experts(rows: int, levels: str, outputs: i
 
 
 def test_experts_have_tiles_of_one_size_for_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a fixed number of rows is asked for, whatever the step: without it, larger steps have larger tiles. Gate and
-    up are equal, so experts without gates, which square, have the same results."""
+    """Where a fixed number of rows is asked for, whatever the step: without it, larger steps have larger tiles. Gate
+    and up are equal, so experts without gates, which square, have the same results."""
     seen = []
 
     def inner(gate: jax.Array | None, up: jax.Array) -> jax.Array:
