@@ -18,7 +18,7 @@ from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family, Multimodal
 from sglang_jax.architectures.rotated_layers import rotated_layers
-from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, TensorName
+from sglang_jax.architectures.tensor_names import EXPERT, LLAMA_NAMES, Part, Stacked, TensorName
 from sglang_jax.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,11 @@ def _context(common: CommonFields, rotates: list[bool]) -> int:
 
 
 _EXPERTS = "feed_forward.experts"
+_EACH = f"{_EXPERTS}.{EXPERT}"
+"""Of quantised folders; others have one tensor for all experts."""
+
+_GATE_UP = (Stacked(f"{_EXPERTS}.gate_up_proj", transposed=True),)
+_DOWN = (Stacked(f"{_EXPERTS}.down_proj", transposed=True),)
 
 FAMILY = Family(
     name=_NAME,
@@ -104,9 +109,9 @@ FAMILY = Family(
         Part.UP: TensorName("feed_forward.up_proj"),
         Part.DOWN: TensorName("feed_forward.down_proj"),
         Part.ROUTER: TensorName("feed_forward.router"),
-        Part.EXPERT_GATE: TensorName(_EXPERTS, stacked=(Stacked(f"{_EXPERTS}.gate_up_proj", transposed=True),)),
-        Part.EXPERT_UP: TensorName(_EXPERTS, stacked=(Stacked(f"{_EXPERTS}.gate_up_proj", transposed=True),)),
-        Part.EXPERT_DOWN: TensorName(_EXPERTS, stacked=(Stacked(f"{_EXPERTS}.down_proj", transposed=True),)),
+        Part.EXPERT_GATE: TensorName(f"{_EACH}.gate_proj", stacked=_GATE_UP),
+        Part.EXPERT_UP: TensorName(f"{_EACH}.up_proj", stacked=_GATE_UP),
+        Part.EXPERT_DOWN: TensorName(f"{_EACH}.down_proj", stacked=_DOWN),
         Part.SHARED_GATE: TensorName("feed_forward.shared_expert.gate_proj"),
         Part.SHARED_UP: TensorName("feed_forward.shared_expert.up_proj"),
         Part.SHARED_DOWN: TensorName("feed_forward.shared_expert.down_proj"),
