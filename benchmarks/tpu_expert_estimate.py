@@ -13,6 +13,16 @@ both kernels is read. Tokens choose experts at random, with a fixed seed. Thousa
 - `least`: matrices of the chosen experts, tokens and float32 sums at the memory's speed, or the products at the peak
   of the matrix units.
 - `share`: the least of the sum.
+
+CHIP may be a slice of EP devices (`qwen3-30b-a3b:v6e-8:8:64`). Then there is also the all-reduce after the experts:
+
+- `sent`: kB that each device sends, in a ring and in float32, as compiled: `sglang-jax check` counts the result, which
+  is bfloat16.
+- `links`: thousands of cycles that this takes at least, by the bandwidth of the slice's links.
+- `exposed`: `links` as a share of `gate_up`, `down`, `around` and `links`: nothing else runs meanwhile (docs/tpu.md).
+- `by_rows`: kB that each device would send if tokens were divided among the devices: in an all-to-all, a row for each
+  choice to the expert's device, and its output back, in bfloat16. Attention would have to be divided in the same way,
+  and is not.
 """
 
 from __future__ import annotations
@@ -33,8 +43,9 @@ from machine import report
 from tpu_kernels.schedule import DUMP_FLAGS, Loop, read_schedule
 
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
+from tpu.hlo import Collective
 from tpu.shapes import load_shape
-from tpu.topologies import parse_topology
+from tpu.topologies import Topology, parse_topology
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}
 LAYERS = tuple(
@@ -47,20 +58,34 @@ LAYERS = tuple(
 
 @dataclass(frozen=True)
 class Layer:
-    """`own` experts of a device, with activations of `hidden` numbers."""
+    """`own` experts of each of `devices` devices, with activations of `hidden` numbers. `slice_`: their links, if
+    known."""
 
     config: ExpertsConfig
     hidden: int
     chip: str
-    own: int
+    devices: int
     tokens: int
+    slice_: Topology | None = None
 
     @staticmethod
     def parse(text: str) -> Layer:
-        model, chip, devices, tokens = text.split(":")
+        """Reads MODEL:CHIP:EP:TOKENS. Raises `ValueError` for a slice of another number of devices, and `ConfigError`
+        for an unknown one."""
+        model, *of_slice, devices, tokens = text.split(":")
+        chip = ":".join(of_slice)
+        slice_ = None if chip in TOPOLOGIES else parse_topology(chip)
+        if slice_ is not None:
+            chip = slice_.chip.generation.value
+            if slice_.devices != int(devices):
+                raise ValueError(f"{text}: {slice_} has {slice_.devices} devices, not {devices}")
         config = load_shape(model)
         experts = next(each.feed_forward for each in config.layers if isinstance(each.feed_forward, ExpertsConfig))
-        return Layer(experts, config.hidden_size, chip, experts.num_experts // int(devices), int(tokens))
+        return Layer(experts, config.hidden_size, chip, int(devices), int(tokens), slice_)
+
+    @property
+    def own(self) -> int:
+        return self.config.num_experts // self.devices
 
     @property
     def matrix_bytes(self) -> int:
@@ -114,7 +139,26 @@ def row(text: str) -> dict[str, Any]:
         "around": found["around"] / 1e3,
         "least": least / 1e3,
         "share": least / total,
+        **({} if layer.slice_ is None else exchange(layer, layer.slice_, total)),
     }
+
+
+def exchange(layer: Layer, slice_: Topology, cycles: float) -> dict[str, float]:
+    """Columns about the exchange after experts that take `cycles`."""
+    numbers = layer.tokens * layer.hidden
+    sent = _sent("all-reduce", 4 * numbers, layer.devices)
+    links = sent / slice_.exchange_bandwidth(slice_.shape) * slice_.chip.clock
+    return {
+        "sent": sent / 1e3,
+        "links": links / 1e3,
+        "exposed": links / (cycles + links),
+        "by_rows": 2 * _sent("all-to-all", 2 * numbers * layer.config.chosen / layer.devices, layer.devices) / 1e3,
+    }
+
+
+def _sent(kind: str, result: float, devices: int) -> float:
+    """Bytes that each of `devices` devices sends in one collective, whose result has `result` bytes on each."""
+    return Collective(kind, "", True, False, count=1, bytes=int(result), largest="").sent(devices)
 
 
 def compiled_in_child(text: str) -> dict[str, Any]:

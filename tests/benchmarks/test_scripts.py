@@ -147,6 +147,23 @@ def test_grammar_host(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a row and step: median" in capsys.readouterr().out
 
 
+def test_expert_exchange(load: Any) -> None:
+    """Counted chunk by chunk and row by row, of tokens that choose each expert equally often."""
+    layer = load("tpu_expert_estimate").Layer.parse("qwen3-235b-a22b:v6e-32:32:64")
+    found = load("tpu_expert_estimate").exchange(layer, layer.slice_, 250_000)
+    experts, chosen, hidden = 128, 8, 4096
+    reduced = sum(4 * 64 * hidden / 32 for _step in range(31)) * 2  # chunks of the sums, then of their totals
+    choices = [(token, expert) for token in range(64) for expert in range(experts)]
+    away = sum(token // 2 != expert // 4 for token, expert in choices) / 32 * chosen / experts
+    assert found["sent"] * 1e3 == reduced == 2_031_616
+    assert found["by_rows"] * 1e3 == away * 2 * hidden * 2 == 253_952
+    cycles = reduced / 200e9 * 1.75e9  # a corner of the 4x8 grid has two links of 100 GB/s
+    assert found["links"] * 1e3 == pytest.approx(cycles)
+    assert found["exposed"] == pytest.approx(cycles / (250_000 + cycles))
+    with pytest.raises(ValueError, match=r"v6e:2x4 has 8 devices, not 4"):
+        load("tpu_expert_estimate").Layer.parse("qwen3-30b-a3b:v6e-8:4:64")
+
+
 def test_stream_host(load: Any) -> None:
     module = load("stream_host", LENGTHS=(1024, 2048), TURNS=1, STREAMS=2)
     for times in (module.measure_completions(), module.measure_cumulative(), module.measure_scripts()):
