@@ -741,7 +741,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     no_look_after_a_refusal: {
         "page_size": st.just(32),
         "pages": st.just(4),
-        "rows": st.integers(2, 6),
+        "rows": st.just(3),
         "context": st.just(124),
         "conservativeness": st.just(1.0),
         "reuse": st.just(False),
