@@ -741,7 +741,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     no_look_after_a_refusal: {
         "page_size": st.just(32),
         "pages": st.just(4),
-        "rows": st.integers(2, 6),
+        "rows": st.just(3),
         "context": st.just(124),
         "conservativeness": st.just(1.0),
         "reuse": st.just(False),
@@ -770,7 +770,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     # The tail is whole pages, so the tree takes it, and a request that continues from it comes soon.
     insert_the_uncommitted_tail: NO_SHORTAGE | {"page_size": st.just(1), **ROOM_FOR_ALL},
     keep_what_is_behind_a_stop: NO_SHORTAGE | {"drafts": st.just(4)},
-    reclaim_behind_the_furthest_draft: WINDOWS,
+    reclaim_behind_the_furthest_draft: WINDOWS | {"drafts": st.just(4)},
     keep_a_state_beyond_the_end: {
         "page_size": st.just(1),
         "pages": st.just(64),
@@ -796,7 +796,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "page_size": st.just(1),
         "pages": st.just(64),
         "groups": st.just((None, STATE)),
-        "slots": st.integers(4, 16),
+        "slots": st.just(16),
         "chunk": st.just(64),
     },
     keep_a_state_beyond_a_leafs_end: {

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ WEIGHTS = 2 * (2 * 1024 * 256 + 2 * (256 * (2 * 1024 + 2 * 512) + 3 * 256 * 512 
 """Bytes: the embedding and head tables, each layer's projections, feed-forward matrices and two norms, and the last
 norm."""
 
-# Several checks in one process that also compiles: imports and the compiler's start are paid for once. The decode
-# kernel gets key blocks too large for a chip.
+# Several checks in one process that also compiles: imports and the compiler's start are paid for once. On a v4, the
+# decode kernel gets key blocks too large for the chip.
 _SEVERAL = """
 import io, json, sys, tempfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -52,10 +52,12 @@ from sglang_jax.kernels.ragged_paged_attention import pallas
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from tpu.compiling import compile_all
 
-pallas.decode_blocks = lambda *_: DecodeBlocks(rows=8, pages=64)
+own_blocks = pallas.decode_blocks
 
 def compile_here(request):
     messages = []
+    large = str(request.topology).startswith("v4")
+    pallas.decode_blocks = (lambda *_: DecodeBlocks(rows=8, pages=64)) if large else own_blocks
     compile_all(request, dumps, messages.append)
     return messages
 
@@ -107,11 +109,19 @@ def check(*arguments: str, figures: Path | None = None, program: str | None = No
     return Answer(finished.returncode, finished.stdout, finished.stderr, read)
 
 
-def check_several(*commands: Sequence[str]) -> list[Answer]:
-    """The command's answer to each list of arguments, with the compiling process being this one too."""
-    finished = check(json.dumps(commands), program=_SEVERAL)
+Commands = Mapping[str, Sequence[str]]
+
+
+def check_several(commands: Commands, folder: Path) -> dict[str, Answer]:
+    """The command's answer to each list of arguments, with the compiling process being this one too. `folder`: of
+    figures."""
+    files = {name: folder / f"{number}.json" for number, name in enumerate(commands)}
+    written = [(*arguments, "--json", str(files[name])) for name, arguments in commands.items()]
+    finished = check(json.dumps(written), program=_SEVERAL)
     assert finished.status == 0, finished.error
-    return [Answer(status, text, error, {}) for status, text, error in json.loads(finished.text)]
+    figures = {name: json.loads(file.read_text()) if file.exists() else {} for name, file in files.items()}
+    found = zip(commands, json.loads(finished.text), strict=True)
+    return {name: Answer(status, text, error, figures[name]) for name, (status, text, error) in found}
 
 
 def check_exchanges(program: dict[str, Any], *, layers: int, sorts: int = 0) -> None:
@@ -128,9 +138,30 @@ def check_exchanges(program: dict[str, Any], *, layers: int, sorts: int = 0) -> 
     assert estimate["sorts"] == sorts
 
 
+@pytest.fixture(scope="module")
+def compiled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """Checks of which each compiles programs, in one process."""
+    folder = tmp_path_factory.mktemp("compiled")
+    models = {"states": HYBRID, "one layer": CONFIG | {"num_hidden_layers": 1}}
+    of = {"model": ("--model", str(model), *SMALL)}
+    for name, config in models.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        of[name] = ("--model", str(folder / name), "--quick", *SMALL)
+    slice_ = ("--topology", "v6e:2x2", "--tp", "4")
+    drafts = ("--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", "1")
+    commands: Commands = {
+        "one chip": (*of["model"], "--topology", "v6e-1"),
+        "states": (*of["states"], *slice_, *drafts),
+        "copies": (*of["one layer"], *slice_, "--attention-backend", "xla"),
+        "wide": (*of["one layer"], "--topology", "v4-8"),
+    }
+    return check_several(commands, folder)
+
+
 @pytest.mark.slow
-def test_a_model_on_one_chip(model: Path, tmp_path: Path) -> None:
-    answer = check("--model", str(model), "--topology", "v6e-1", *SMALL, figures=tmp_path / "figures.json")
+def test_a_model_on_one_chip(compiled: dict[str, Answer]) -> None:
+    answer = compiled["one chip"]
     assert answer.status == 0, answer.text + answer.error
     assert answer.verdict.startswith("FITS: 7 of 7 programs compiled")
     deployment, programs = answer.figures["deployment"], answer.figures["programs"]
@@ -216,13 +247,10 @@ RECURRENT = {
 
 
 @pytest.mark.slow
-def test_a_model_with_recurrent_states(tmp_path: Path) -> None:
+def test_a_model_with_recurrent_states(compiled: dict[str, Answer]) -> None:
     """One layer of a gated delta net and one of attention, over four chips: slots of states next to pages. The state
     kernels run for rows and again for drafts, without copies of their pools."""
-    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
-    slice_ = ("--topology", "v6e:2x2", "--tp", "4")
-    drafts = ("--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", "1")
-    answer = check("--model", str(tmp_path), *slice_, "--quick", *SMALL, *drafts, figures=tmp_path / "figures.json")
+    answer = compiled["states"]
     assert answer.status == 0, answer.text + answer.error
     assert "KV pages and recurrent states" in answer.text
     deployment = answer.figures["deployment"]
@@ -252,52 +280,11 @@ def test_a_model_of_only_recurrent_states(tmp_path: Path) -> None:
     assert answer.verdict.endswith("more recurrent states)")
 
 
-@pytest.mark.parametrize(
-    ("name", "topology", "available", "weights", "remedy"),
-    [
-        ("qwen3-32b", "v5e-1", "16,128", "62,489", "--tp 8 --topology v5e:2x4 (7.6 GiB of weights on each device)"),
-        ("gemma-3-27b", "v6e-1", "31,990", "51,519", "--tp 2 --topology v6e:2x2 (25.2 GiB of weights on each device)"),
-    ],
-)
-def test_a_model_too_large_for_the_memory_is_refused(
-    name: str, topology: str, available: str, weights: str, remedy: str
-) -> None:
-    answer = check("--model", name, "--topology", topology, "--quick")
-    assert answer.status == 1
-    assert answer.verdict.startswith(f"DOES NOT FIT: {available} MiB of memory are available")
-    assert f"{weights} MiB of weights" in answer.verdict
-    assert answer.verdict.endswith(f"Would fit: {remedy}")
-
-
-def test_weights_in_groups_are_counted_as_they_are_kept(tmp_path: Path) -> None:
-    """DeepSeek-V3 as it is published, in blocks of float8, of whose experts each device has 64 columns. And a model in
-    groups of 4 bits on a chip whose vector memory has no room for the inputs of a down matrix, which is widened."""
-    deepseek, qwen = (
-        next(each for each in REPOSITORIES if each.name == name)
-        for name in ("deepseek-ai/DeepSeek-V3", "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4")
-    )
-    for number, repository in enumerate((deepseek, qwen)):
-        repository.write_config(tmp_path / str(number))
-    large, narrow = check_several(
-        ("--model", str(tmp_path / "0"), "--topology", "v5e:4x8", "--tp", "32", "--quick"),
-        ("--model", str(tmp_path / "1"), "--topology", "v4-8", "--mem-fraction-static", "0.1", "--quick"),
-    )
-    blocks = Hand(deepseek.fields, 32, blocks=True).weights()
-    assert f"after {blocks / 2**20:,.0f} MiB of weights" in large.error
-    model = qwen.unquantised()
-    bits = sum((16 if "down" in name else 4 + 16 / 128) * math.prod(shape) for name, shape in model.linear.items())
-    plain = sum(16 * math.prod(shape) for shape in model.plain.values())
-    assert f"after {(bits + plain) / 8 / 2**20:,.0f} MiB of weights" in narrow.error
-
-
 @pytest.mark.slow
-def test_compile_errors_are_reported(tmp_path: Path) -> None:
+def test_compile_errors_are_reported(compiled: dict[str, Answer]) -> None:
     """XLA's attention transposes the pages of a single kv head and then does not fit; a kernel is too large for
     vector memory. One layer shows each."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
-    quick = ("--model", str(tmp_path), "--quick", *SMALL)
-    slice_ = ("--topology", "v6e:2x2", "--tp", "4")
-    copies, wide = check_several((*quick, *slice_, "--attention-backend", "xla"), (*quick, "--topology", "v4-8"))
+    copies, wide = compiled["copies"], compiled["wide"]
     for answer, reason in ((copies, "RESOURCE_EXHAUSTED"), (wide, "")):
         assert answer.status == 1, answer.text + answer.error
         assert answer.verdict.startswith(f"DOES NOT COMPILE: 'decode 2' does not compile: {reason}")
@@ -324,19 +311,70 @@ REFUSED = {
     ),
 }
 NOT_IN_8_BITS = ("--topology", "v6e-1", "--kv-cache-dtype", "int8")
+DEEPSEEK, QWEN = (
+    next(each for each in REPOSITORIES if each.name == name)
+    for name in ("deepseek-ai/DeepSeek-V3", "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4")
+)
 
 
-def test_impossible_options_are_refused(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
-    commands = [("--model", str(model), *arguments) for arguments in REFUSED]
-    no_states = ("--model", str(tmp_path), *NOT_IN_8_BITS)
-    answers = check_several(*commands, no_states, ("--model", "deepseek-v2-lite", *NOT_IN_8_BITS))
-    messages = [
-        *REFUSED.values(),
-        "--kv-cache-dtype int8: the model has only recurrent states, no keys and values",
-        "--kv-cache-dtype int8: latent attention caches one short vector of a token, which is not stored in 8 bits yet",
-    ]
-    for answer, message in zip(answers, messages, strict=True):
+@pytest.fixture(scope="module")
+def refused(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """Checks that end before they compile, in one process."""
+    folder = tmp_path_factory.mktemp("refused")
+    (folder / "states").mkdir()
+    (folder / "states" / "config.json").write_text(json.dumps(RECURRENT))
+    for repository in (DEEPSEEK, QWEN):
+        repository.write_config(folder / repository.name)
+    blocks, groups = (("--model", str(folder / each.name), "--quick") for each in (DEEPSEEK, QWEN))
+    commands: Commands = {
+        **{" ".join(arguments): ("--model", str(model), *arguments) for arguments in REFUSED},
+        "states in 8 bits": ("--model", str(folder / "states"), *NOT_IN_8_BITS),
+        "latent vectors in 8 bits": ("--model", "deepseek-v2-lite", *NOT_IN_8_BITS),
+        "blocks": (*blocks, "--topology", "v5e:4x8", "--tp", "32"),
+        "groups": (*groups, "--topology", "v4-8", "--mem-fraction-static", "0.1"),
+    }
+    return check_several(commands, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "available", "weights", "remedy"),
+    [
+        ("qwen3-32b", "v5e-1", "16,128", "62,489", "--tp 8 --topology v5e:2x4 (7.6 GiB of weights on each device)"),
+        ("gemma-3-27b", "v6e-1", "31,990", "51,519", "--tp 2 --topology v6e:2x2 (25.2 GiB of weights on each device)"),
+    ],
+)
+def test_a_model_too_large_for_the_memory_is_refused(
+    name: str, topology: str, available: str, weights: str, remedy: str
+) -> None:
+    answer = check("--model", name, "--topology", topology, "--quick")
+    assert answer.status == 1
+    assert answer.verdict.startswith(f"DOES NOT FIT: {available} MiB of memory are available")
+    assert f"{weights} MiB of weights" in answer.verdict
+    assert answer.verdict.endswith(f"Would fit: {remedy}")
+
+
+def test_weights_in_groups_are_counted_as_they_are_kept(refused: dict[str, Answer]) -> None:
+    """DeepSeek-V3 as it is published, in blocks of float8, of whose experts each device has 64 columns. And a model in
+    groups of 4 bits on a chip whose vector memory has no room for the inputs of a down matrix, which is widened."""
+    blocks = Hand(DEEPSEEK.fields, 32, blocks=True).weights()
+    assert f"after {blocks / 2**20:,.0f} MiB of weights" in refused["blocks"].error
+    model = QWEN.unquantised()
+    bits = sum((16 if "down" in name else 4 + 16 / 128) * math.prod(shape) for name, shape in model.linear.items())
+    plain = sum(16 * math.prod(shape) for shape in model.plain.values())
+    assert f"after {(bits + plain) / 8 / 2**20:,.0f} MiB of weights" in refused["groups"].error
+
+
+def test_impossible_options_are_refused(refused: dict[str, Answer]) -> None:
+    messages = {
+        **{" ".join(arguments): message for arguments, message in REFUSED.items()},
+        "states in 8 bits": "--kv-cache-dtype int8: the model has only recurrent states, no keys and values",
+        "latent vectors in 8 bits": (
+            "--kv-cache-dtype int8: latent attention caches one short vector of a token, which is not stored in 8 bits"
+            " yet"
+        ),
+    }
+    for name, message in messages.items():
+        answer = refused[name]
         assert message in answer.error
         assert answer.status == 2
         assert not answer.text
