@@ -62,7 +62,10 @@ def delta_net_model(
 
 
 def _attention(common: CommonFields, norm: NormConfig) -> AttentionConfig:
-    bias = common.fields.boolean("attention_bias") or False
+    fields = common.fields
+    if fields.boolean("attn_output_gate") is False:
+        raise CheckpointError(f"{fields.file}: attn_output_gate is false; only true is supported")
+    bias = fields.boolean("attention_bias") or False
     return replace(common.attention(), qk_norm=QKNorm(norm=norm), output_gate=True, bias=bias, out_bias=bias)
 
 

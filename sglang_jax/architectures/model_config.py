@@ -142,6 +142,7 @@ class ModelConfig:
     - `embedding_multiplier`: multiplies embeddings; it is rounded to their dtype. `logit_multiplier`: multiplies
       logits, before `logit_cap` makes them `logit_cap * tanh(logit / logit_cap)`.
     - `eos_token_ids`: those of config.json and of generation_config.json.
+    - `shortened`: why contexts are shorter than the checkpoint's; empty if they are not.
     - `mtp_layers`: multi-token-prediction layers after the last layer. A checkpoint may have their tensors, which are
       not used.
     - `max_position`: the context length that the checkpoint declares, or to which it was tuned with YaRN.
@@ -160,6 +161,7 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     logit_cap: float | None = None
     mtp_layers: int = 0
+    shortened: str = ""
     dtype: str = "bfloat16"
 
     @property

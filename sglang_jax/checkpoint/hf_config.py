@@ -14,7 +14,7 @@ from sglang_jax.architectures.registry import family_named, family_of_hf
 from sglang_jax.checkpoint.hf_quantization import MODELOPT_FILE, kv_scales_made_for, read_quantization
 from sglang_jax.checkpoint.hf_unknown_fields import check_unread, unknown_family
 from sglang_jax.checkpoint.stored_quantization import StoredQuantization
-from sglang_jax.checkpoint.text_part import text_part
+from sglang_jax.checkpoint.text_part import text_part, with_quantization
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
@@ -38,7 +38,7 @@ def has_text_part(folder: Path) -> bool:
 
 
 def load_quantization(folder: Path) -> StoredQuantization | None:
-    found = read_quantization(JsonFields.read(folder / CONFIG_FILE), _fields_of_modelopt(folder))
+    found = read_quantization(with_quantization(JsonFields.read(folder / CONFIG_FILE)), _fields_of_modelopt(folder))
     return None if found is None else replace(found, of_text_part=has_text_part(folder))
 
 
@@ -78,9 +78,11 @@ def model_config_from_hf(fields: JsonFields, generation: JsonFields) -> ModelCon
             raise unknown_family(fields)
         family, text = found
         logger.info("%s: only the text model is served, without images", fields.file)
-    read_quantization(fields)  # reports unsupported quantisation before other faults
+    read_quantization(with_quantization(fields))  # reports unsupported quantisation before other faults
     config = family.configure(text)
     check_unread(text)
+    if config.shortened:
+        logger.warning("%s: %s", fields.file, config.shortened)
     ends = (*config.eos_token_ids, *generation.integers("eos_token_id"))
     return replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
 

@@ -56,7 +56,7 @@ def float8(quantization: JsonFields) -> StoredQuantization:
     """FP8 with a scale for each square block, as DeepSeek and Qwen publish it, or for each matrix. In the first, layers
     without such scales are plain."""
     kind, inputs = quantization.string("fmt"), quantization.string("activation_scheme")
-    if kind not in (None, "e4m3"):
+    if kind not in (None, "e4m3", "float8_e4m3fn"):
         refuse(quantization, "fmt", "e4m3")
     if quantization.value("weight_block_size") is None:
         return _float8_matrices(quantization, inputs)

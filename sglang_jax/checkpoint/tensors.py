@@ -23,8 +23,8 @@ _HARMLESS = (
 """Ignored endings: rotary frequencies of old checkpoints, which follow from the config, and scales of queries and
 probabilities, which are never rounded to 8 bits here."""
 
-_MTP = "mtp."
-"""Prefix of multi-token prediction layers in some checkpoints (Qwen3.5); they are not used."""
+_MTP = ("mtp.", "model.mtp_")
+"""Prefixes of multi-token prediction layers in some checkpoints (Qwen3.5, ERNIE 4.5); they are not used."""
 
 _MAX_LISTED = 500
 """Maximum faults in an error text: a model with experts may lack very many tensors."""
@@ -33,7 +33,7 @@ _MAX_LISTED = 500
 def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Prefixes of the tensors of multi-token prediction layers, which are not read."""
     behind = range(config.num_layers, config.num_layers + config.mtp_layers)
-    return (_MTP, *(f"model.layers.{number}." for number in behind))
+    return (*_MTP, *(f"model.layers.{number}." for number in behind))
 
 
 def expected_tensors(config: ModelConfig, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:

@@ -6,19 +6,21 @@ from collections.abc import Collection
 
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.registry import Family, Multimodal, known_families
+from sglang_jax.errors import CheckpointError, quote
 
 _OF_MODEL = "model.language_model."
 _OF_WHOLE = "language_model."
 _HEAD = "lm_head."
 _TEXT = "text_config"
-_TIED = "tie_word_embeddings"
+_TIED, _QUANTIZATION = "tie_word_embeddings", "quantization_config"
 _OUTER = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype")
 """Fields that `text_config` may lack and the whole config.json has."""
 
 
 def text_part(fields: JsonFields) -> tuple[Family, JsonFields] | None:
     """The family of the text model of a config.json for text and images, and the fields of the text model. None if it
-    has no such model, or an unsupported one. Raises `CheckpointError` if `text_config` is not an object."""
+    has no such model. Raises `CheckpointError` if `text_config` is not an object, or of another family than in the
+    supported models of this class."""
     match fields.value("architectures"):
         case [str(seen)]:
             pass
@@ -28,9 +30,20 @@ def text_part(fields: JsonFields) -> tuple[Family, JsonFields] | None:
         form = family.multimodal
         if form is None or form.class_name != seen or (text := fields.nested(_TEXT)) is None:
             continue
-        if text.string("model_type") in (None, form.text_type or family.name):
-            return family, JsonFields(_merged(fields, text, form), fields.file, f"{_TEXT}.")
+        found, wanted = text.string("model_type"), form.text_type or family.name
+        if found not in (None, wanted):
+            raise CheckpointError(f"{fields.file}: {_TEXT}.model_type of {seen} is {quote(found)}; supported: {wanted}")
+        return family, JsonFields(_merged(fields, text, form), fields.file, f"{_TEXT}.")
     return None
+
+
+def with_quantization(fields: JsonFields) -> JsonFields:
+    """A config.json whose `quantization_config` is that of its text model, if the whole has none."""
+    text = fields.values.get(_TEXT)
+    if fields.values.get(_QUANTIZATION) is not None or not isinstance(text, dict) or _QUANTIZATION not in text:
+        return fields
+    values = {**fields.values, _QUANTIZATION: text[_QUANTIZATION]}
+    return JsonFields(values, fields.file, fields.within, fields.accessed)
 
 
 def _merged(fields: JsonFields, text: JsonFields, form: Multimodal) -> dict[str, object]:

@@ -18,7 +18,8 @@ from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
-from sglang_jax.checkpoint.hf_config import load_hf_config
+from sglang_jax.checkpoint.hf_config import load_hf_config, load_quantization
+from sglang_jax.checkpoint.stored_quantization import StoredQuantization
 from sglang_jax.errors import CheckpointError
 
 _OTHER_ROWS = {
@@ -136,6 +137,13 @@ def test_stacked_folders_have_the_same_parameters_as_others(family: str, tmp_pat
     plain, stacked = (parameters(saved(model, tmp_path / str(kind), stacked=kind)) for kind in (False, True))
     for name in manifest_of(plain.config).specs:
         np.testing.assert_array_equal(plain.read(name), stacked.read(name))
+
+
+def test_layers_that_guess_further_tokens_are_not_read(tmp_path: Path) -> None:
+    model = make_tiny_model(EXPERTS["ernie4_5_moe"].architecture, **EXPERTS["ernie4_5_moe"].changes)
+    further = {"model.mtp_block.0.mlp.up_proj.weight": np.ones((4, 4), np.float32)}
+    changed(saved(model, tmp_path), lambda tensors: tensors.update(further))
+    open_checkpoint(str(tmp_path))
 
 
 def test_experts_in_another_order_would_be_noticed(tmp_path: Path) -> None:
@@ -294,3 +302,15 @@ def test_the_rotation_of_gpt_oss_in_each_spelling(tmp_path: Path) -> None:
     plain = configured(tmp_path, "gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
     assert plain.layers[0].mixer.rope.theta == 500.0
     assert plain != old
+
+
+def test_the_float8_of_minimax_is_that_of_deepseek(tmp_path: Path) -> None:
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+    def read(word: str) -> StoredQuantization | None:
+        configured(tmp_path, "minimax_m2", {"quantization_config": blocks | {"fmt": word}})
+        return load_quantization(tmp_path)
+
+    assert read("float8_e4m3fn") == read("e4m3")
+    with pytest.raises(CheckpointError, match="fmt 'e5m2' of quantised weights is not supported; supported: e4m3"):
+        read("e5m2")

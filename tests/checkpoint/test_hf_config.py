@@ -234,7 +234,7 @@ def test_a_top_k_of_zero_keeps_all_as_in_transformers(tmp_path: Path) -> None:
             {"architectures": ["GPT2LMHeadModel"]},
             "GPT2LMHeadModel is not supported: LlamaForCausalLM, with the same model_type, is supported; .*LlamaForC",
         ),
-        ({"architectures": ["Glm4MoeForCausalLM"]}, "Glm4MoeForCausalLM is not supported"),
+        ({"architectures": ["PhiForCausalLM"]}, "PhiForCausalLM is not supported"),
         ({"architectures": None, "model_type": "mamba"}, "mamba is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"quant_method": "quip"}}, "quantised by 'quip' are not supported"),

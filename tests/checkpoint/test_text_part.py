@@ -118,6 +118,10 @@ def test_lists_of_quantised_layers_have_names_of_the_whole_model(tmp_path: Path)
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": eight}},
         "ignore": ["re:.*vision.*", "language_model.lm_head", "model.language_model.layers.0.mlp.up_proj"],
     }
+    inside = config | {"text_config": config["text_config"] | {"quantization_config": config["quantization_config"]}}
+    del inside["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(inside))
+    assert load_quantization(tmp_path) is not None
     (tmp_path / "config.json").write_text(json.dumps(config))
     quantization = load_quantization(tmp_path)
     assert quantization is not None
@@ -144,5 +148,8 @@ def test_text_models_of_other_families_are_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["text_config"]["model_type"] = "ministral3"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="architecture Mistral3ForConditionalGeneration is not supported"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"text_config.model_type of Mistral3ForConditionalGeneration is 'ministral3'; supported: mistral",
+    ):
         load_hf_config(tmp_path)

@@ -14,6 +14,7 @@ from sglang_jax.architectures.mamba_form import mamba_names, mamba_of_hybrid
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName
+from sglang_jax.errors import CheckpointError, quote
 
 _NAME = "granitemoehybrid"
 _DEFAULTS = Defaults(max_position=2048, bos_token_id=1, eos_token_id=2)
@@ -21,6 +22,8 @@ _MAMBA, _ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attentio
 
 
 def configure(fields: JsonFields) -> ModelConfig:
+    if (kind := fields.string("normalization_function") or "rmsnorm") != "rmsnorm":
+        raise CheckpointError(f"{fields.file}: normalization_function is {quote(kind)}; only rmsnorm is supported")
     common = CommonFields.read(fields, _DEFAULTS)
     norm = common.norm()
     mamba = mamba_of_hybrid(fields, common.hidden_size)

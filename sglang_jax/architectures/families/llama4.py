@@ -7,7 +7,6 @@ The other layers attend within chunks of `attention_chunk_size` tokens, and laye
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
@@ -19,9 +18,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family, Multimodal
 from sglang_jax.architectures.rotated_layers import rotated_layers
 from sglang_jax.architectures.tensor_names import EXPERT, LLAMA_NAMES, Part, Stacked, TensorName
-from sglang_jax.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
+from sglang_jax.errors import CheckpointError, quote
 
 _NAME = "llama4_text"
 _DEFAULTS = Defaults(
@@ -45,8 +42,8 @@ def configure(fields: JsonFields) -> ModelConfig:
         common.pre_norm_layer(rotating if rotates[number] else without, experts if number in sparse else dense)
         for number in range(common.num_layers)
     ]
-    model = common.model(_NAME, layers)
-    return replace(model, max_position=_context(common, rotates))
+    context, why = _context(common, rotates)
+    return replace(common.model(_NAME, layers), max_position=context, shortened=why)
 
 
 def _experts(common: CommonFields) -> ExpertsConfig:
@@ -62,34 +59,37 @@ def _sparse_layers(common: CommonFields) -> frozenset[int]:
     fields = common.fields
     every = fields.size("interleave_moe_layer_step", 1)
     if fields.value("moe_layers") is not None:
-        return frozenset(fields.integers("moe_layers"))
+        given = frozenset(fields.integers("moe_layers"))
+        if unknown := sorted(given - set(range(common.num_layers))):
+            raise CheckpointError(
+                f"{fields.file}: moe_layers has {', '.join(map(quote, unknown))}; there are {common.num_layers} "
+                "layers, numbered from 0"
+            )
+        return given
     return frozenset(range(every - 1, common.num_layers, every))
 
 
-def _context(common: CommonFields, rotates: list[bool]) -> int:
-    """The longest supported context. Logs a warning if the model has a longer one."""
-    fields = common.fields
-    limits = {"max_position_embeddings": common.max_position}
+def _context(common: CommonFields, rotates: list[bool]) -> tuple[int, str]:
+    """The longest supported context, and why it is shorter than the model's; empty if it is not."""
+    fields, declared = common.fields, common.max_position
+    found = [(declared, "")]
     chunk = fields.count_or("attention_chunk_size", 8192)
-    chunked = common.kinds_of_layers(_CHUNKED, _WHOLE) or tuple(_CHUNKED if each else _WHOLE for each in rotates)
-    if chunk and _CHUNKED in chunked:
-        limits["attention_chunk_size"] = chunk
-    tuned = fields.boolean("attn_temperature_tuning") is not False and fields.number_or("attn_scale", 0.1) != 0
+    kinds = common.kinds_of_layers(_CHUNKED, _WHOLE) or tuple(_CHUNKED if each else _WHOLE for each in rotates)
+    if chunk and _CHUNKED in kinds:
+        found.append((chunk, f"attention in chunks of {chunk} tokens (attention_chunk_size) is not supported"))
     floor = fields.size("floor_scale", 8192)
-    if tuned and not all(rotates):
-        limits["floor_scale"] = floor - 1
-    name, context = min(limits.items(), key=lambda limit: limit[1])
+    if _scales_queries(fields) and not all(rotates):
+        found.append((floor - 1, f"queries that are scaled from token {floor} on (floor_scale) are not supported"))
+    context, why = min(found, key=lambda limit: limit[0])
     if context < 1:
-        raise CheckpointError(f"{fields.file}: floor_scale is {floor}; it must be at least 2")
-    if context < common.max_position:
-        logger.warning(
-            "%s: the context is %d tokens, not %d: %s",
-            fields.file,
-            context,
-            common.max_position,
-            f"attention in chunks of {chunk} tokens, or queries scaled by their position, is not supported ({name})",
-        )
-    return context
+        raise CheckpointError(f"{fields.file}: {fields.within}floor_scale is {floor}; it must be at least 2")
+    return context, why and f"the context is {context} tokens, not {declared}: {why}"
+
+
+def _scales_queries(fields: JsonFields) -> bool:
+    """Whether layers without positions scale queries. The first files have 4 for true."""
+    tuning = fields.value("attn_temperature_tuning")
+    return (tuning is None or bool(tuning)) and fields.number_or("attn_scale", 0.1) != 0
 
 
 _EXPERTS = "feed_forward.experts"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.experts_form import read_experts
 from sglang_jax.architectures.hf_rope import partial_rope_from_hf
-from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.attention import QKNorm
 from sglang_jax.architectures.kinds.experts import ExpertScores
 from sglang_jax.architectures.model_config import ModelConfig
@@ -27,6 +27,7 @@ _REQUIRED = {
     "use_routing_bias": True,
     "shared_intermediate_size": 0,
     "router_jitter_noise": 0,
+    "use_mtp": True,
 }
 """Fields of the first files that have one value in all released models; transformers' class does not read them."""
 
@@ -48,7 +49,9 @@ def configure(fields: JsonFields) -> ModelConfig:
         correction=True,
         renormalised=True,
     )
-    return common.model(_NAME, [common.pre_norm_layer(attention, experts)] * common.num_layers)
+    model = common.model(_NAME, [common.pre_norm_layer(attention, experts)] * common.num_layers)
+    each = fields.size("mtp_transformer_layers", 1)
+    return replace(model, mtp_layers=(fields.count("num_mtp_modules", MAX_LAYERS) or 0) * each)
 
 
 FAMILY = Family(

@@ -34,6 +34,7 @@ _UNUSED = (
     "mamba_ssm_cache_dtype",
     "moe_shared_expert_overlap",
     "mtp_layers_block_type",
+    "norm_eps",
     "num_nextn_predict_layers",
     "time_step_limit",
     "use_mamba_kernels",

@@ -23,6 +23,7 @@ _DEFAULTS = Defaults(max_position=32768, num_kv_heads=2, head_dim=256)
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = read_common(fields, _DEFAULTS)
+    fields.value("intermediate_size")  # no layer is dense
     experts = replace(
         read_experts(common, num_experts=256, chosen=8, size="moe_intermediate_size", default_size=512),
         renormalised=True,
