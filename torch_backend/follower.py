@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sglang_jax import logs
-from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.checkpoint import open_served
 from sglang_jax.runner.group import ORDERS, GiveUp, Leave, Order, follow
 from sglang_jax.runner.processes import die_with_parent, write_stacks_on_signal
 from sglang_jax.runner.rank_beats import BEAT_EVERY_SECONDS, Progress
@@ -39,13 +39,7 @@ def main(orders: Connection) -> None:
     threading.Thread(target=_receive, args=(orders, inbox), name="orders", daemon=True).start()
     logs.configure(assignment.log_level, as_json=assignment.json_logs, process=f"rank {assignment.rank}")
     config = assignment.engine_config()
-    checkpoint = open_checkpoint(
-        config.model_path,
-        config.load_format,
-        seed=config.random_seed,
-        revision=config.revision,
-        model_impl=config.model_impl,
-    )
+    checkpoint = open_served(config)
     device = select_device(config.device, assignment.rank)
     orders.send_bytes(READY)
     progress = Progress()

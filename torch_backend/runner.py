@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.runner.draft_model import DraftLag
 from sglang_jax.runner.drafts import REJECTED, FlatPlan, flatten_drafts, pack_hints, pack_texts, restore_rows
@@ -40,6 +41,7 @@ from torch_backend.devices import device_name
 from torch_backend.draft_model import Drafter, DraftRequest, WithDraft
 from torch_backend.drafts import DraftedTokens, DraftSequences, KnownTokens, StateMoves, kept_samples
 from torch_backend.graphs import Bucket, Capture, StepGraphs
+from torch_backend.layers.pooler import sum_of
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.packing import StepInputs, StepLayout
@@ -55,22 +57,24 @@ _SHORT_PROMPT = 16
 @dataclass(frozen=True, slots=True)
 class DeviceOutputs:
     """Results of a step in host memory: tokens int32 and logprobs of the sequences that sample, and the logprobs of
-    each of the plan's requests for prompt logprobs. `replayed`: see `StepResult`."""
+    each of the plan's requests for prompt logprobs. `pooled`, float32 or float64, and `replayed`: see `StepResult`."""
 
     tokens: torch.Tensor | None
     logprobs: Logprobs | None
     prompt_logprobs: tuple[Logprobs, ...]
+    pooled: tuple[torch.Tensor, ...]
     replayed: bool
 
 
 @dataclass(slots=True)
 class _Forwarded:
     """The state between the two parts of a step: its inputs and the logits of the sequences that sample, on the device,
-    and logprobs of prompts, already copied to the host. `replayed`: see `StepResult`."""
+    and logprobs and vectors of prompts, already copied to the host. `replayed`: see `StepResult`."""
 
     inputs: StepInputs
     logits: torch.Tensor | None
     prompt_logprobs: tuple[Logprobs, ...]
+    pooled: tuple[torch.Tensor, ...]
     replayed: bool
 
 
@@ -102,7 +106,8 @@ class TorchStep:
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _of_all_sequences(outputs.logprobs, plan)
         of_prompts = tuple(_on_host(found) for found in outputs.prompt_logprobs)
-        found = StepResult(*one_each(tokens, plan.samples), logprobs, of_prompts, outputs.replayed)
+        pooled = tuple(part.double().numpy() for part in outputs.pooled)
+        found = StepResult(*one_each(tokens, plan.samples), logprobs, of_prompts, pooled, outputs.replayed)
         return restore_rows(self.flat, found, self.max_samples)
 
 
@@ -243,6 +248,8 @@ class TorchRunner:
             for tokens in dict.fromkeys((longest, min(longest, _SHORT_PROMPT)))
         ]
         kinds = {"a decode step": [decode], "a prefill step": prefill}
+        if self._spec.pooling is not None:
+            del kinds["a decode step"]
         graphs = self._graphs
         drafter = self._drafter
         if drafter is not None:
@@ -411,7 +418,8 @@ class TorchRunner:
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
         found = tuple(self._prompt_logprobs(plan, inputs, wanted, hidden) for wanted in plan.prompt_logprobs)
         found_on_host = tuple(self._logprobs_to_host(part) for part in found)
-        return _Forwarded(inputs, logits, found_on_host, bucket is not None)
+        pooled = tuple(self._stream.to_host(part) for part in self._pooled(plan, inputs, hidden))
+        return _Forwarded(inputs, logits, found_on_host, pooled, bucket is not None)
 
     def _sample_part(
         self, flat: FlatPlan, forwarded: _Forwarded, needs: Needs, masks: TokenMasks | None
@@ -426,6 +434,7 @@ class TorchRunner:
             None if tokens is None else self._stream.to_host(tokens),
             None if logprobs is None else self._logprobs_to_host(logprobs),
             forwarded.prompt_logprobs,
+            forwarded.pooled,
             forwarded.replayed,
         )
 
@@ -532,6 +541,25 @@ class TorchRunner:
         part = hidden[start : start + len(wanted.targets)]
         return prompt_logprobs(part, targets, plan.prompt_top_logprobs, self._model.logits)
 
+    def _pooled(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> list[torch.Tensor]:
+        if not plan.pooled:
+            return []
+        padding = inputs.num_decode - plan.num_decode  # of a captured step
+        ends = np.cumsum(plan.query_lens) + padding
+        chunks = [
+            (int(ends[part.sequence] - plan.query_lens[part.sequence]), int(ends[part.sequence]))
+            for part in plan.pooled
+        ]
+        if self._spec.pooling is Pooling.MEAN:
+            return [sum_of(hidden[start:end]) for start, end in chunks]
+        first = self._spec.pooling is Pooling.CLS
+        places = np.array([start if first else end - 1 for start, end in chunks], np.int32)
+        found = self._model.logits(hidden[integers_to_device(self._stream, places).long()])
+        if self._spec.pooling is not None:
+            return list(found)
+        ids = [integers_to_device(self._stream, part.token_ids) for part in plan.pooled if part.token_ids is not None]
+        return [logits[each.long()] for logits, each in zip(found, ids, strict=True)]
+
     def _replace_rows(self, updates: tuple[SamplingUpdate, ...]) -> None:
         packed = pack_row_updates(updates, len(updates), self._dump_row, self._spec.vocab_size)
         self._sampling.apply(integers_to_device(self._stream, packed))
@@ -558,6 +586,8 @@ class TorchRunner:
         else:
             torch.arange(layout.rows + 1, dtype=torch.int32, out=inputs.query_starts)
         logits = self._model.logits(self._forward(inputs)[: layout.sampled])
+        if self._spec.pooling is not None:
+            return
         rows, kv_lens = inputs.rows[: layout.sampled].long(), inputs.kv_lens[: layout.sampled]
         for needs in (Needs.NOTHING, Needs.RANDOM, Needs.everything()):
             tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)

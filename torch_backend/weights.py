@@ -34,7 +34,7 @@ from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, ScaledMatr
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
-from torch_backend.models.transformer import Transformer
+from torch_backend.models.transformer import Head, Transformer
 
 _WEIGHTS_AT_ONCE = 2**24
 """Weights to read at a time: reading a whole parameter as float32 to round it would hold it in memory three times."""
@@ -245,7 +245,9 @@ Source = tuple[nn.Module, str, list[ParameterPart]]
 
 def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
     """Yields every parameter with its own value; a head that is tied to the embeddings has none."""
-    heads: list[nn.Module] = [linear.matrix for linear in model.head.linears]
+    heads: list[nn.Module] = [model.head]
+    if isinstance(model.head, Head):
+        heads = [linear.matrix for linear in model.head.linears]
     tables = [each.matrix for each in model.embeddings]
     whole = [*(table for table in tables if table not in heads), model.final_norm, *heads]
     modules: list[tuple[int | None, nn.Module]] = [(None, module) for module in whole]

@@ -25,6 +25,8 @@ class Axis(StrEnum):
     """The columns of each expert."""
     ROUTED = "routed"
     """The experts, as a router numbers them: every device has its scores of all."""
+    LABELS = "labels"
+    """The labels that a classifier scores."""
     PAGES = "pages"
     PAGE_OFFSET = "page_offset"
     KEY_OR_VALUE = "key_or_value"

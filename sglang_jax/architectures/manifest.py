@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.kinds.part import HIDDEN, Axes, Declared, Factors, FusedHeads, Sizes, norm_weight
+from sglang_jax.architectures.kinds.part import HIDDEN, Axes, Declared, Factors, FusedHeads, Sizes, linear, norm_weight
 from sglang_jax.architectures.kinds.sections import Sections
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
+from sglang_jax.architectures.pooling import Pooler
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import (
     EXPERT,
+    LABELS_NAME,
     OF_EXPERTS,
     OPTIONAL_NAMES,
     WHOLE_MODEL,
@@ -241,6 +243,9 @@ def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
     for number, layer in enumerate(config.layers):
         yield from _named(config, list(_layer(layer, config.hidden_size)), number)
     yield from _named(config, [norm_weight(Part.FINAL_NORM, config.hidden_size, config.final_norm.offset)], None)
+    if config.pooler is not None:
+        yield from _labels(config.pooler, config.hidden_size)
+        return
     head = next(_named(config, [Declared(Part.HEAD, ParameterKind.WEIGHT, *table)], None))
     if config.tie_word_embeddings:
         names = family_named(config.architecture).names
@@ -250,6 +255,15 @@ def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
             gguf=gguf_name(names[Part.EMBEDDING], ParameterKind.WEIGHT, None),
         )
     yield head
+
+
+def _labels(pooler: Pooler, hidden_size: int) -> Iterator[ParameterSpec]:
+    if not pooler.labels:
+        return
+    for each in linear(Part.LABELS, ((len(pooler.labels),), (hidden_size,)), ((Axis.LABELS,), HIDDEN), pooler.bias):
+        name = ParameterName(each.part, each.kind)
+        tensor, gguf = hf_name(LABELS_NAME, each.kind, None), gguf_name(LABELS_NAME, each.kind, None)
+        yield ParameterSpec(name, each.axes, each.sizes, tensor, gguf)
 
 
 def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -> Iterator[ParameterSpec]:

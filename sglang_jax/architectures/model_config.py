@@ -16,6 +16,7 @@ from sglang_jax.architectures.kinds.part import CachedArray, LayerPart
 from sglang_jax.architectures.kinds.recurrent import RecurrentConfig
 from sglang_jax.architectures.kinds.rope import RopeKind
 from sglang_jax.architectures.parallelism import Parallelism
+from sglang_jax.architectures.pooling import Pooler
 
 AnyAttention = AttentionConfig | LatentAttentionConfig
 
@@ -145,6 +146,7 @@ class ModelConfig:
     - `shortened`: why contexts are shorter than the checkpoint's; empty if they are not.
     - `mtp_layers`: multi-token-prediction layers after the last layer. A checkpoint may have their tensors, which are
       not used.
+    - `pooler`: makes vectors or scores of texts, in place of the head; None for a model with a head.
     - `max_position`: the context length that the checkpoint declares, or to which it was tuned with YaRN.
     """
 
@@ -162,6 +164,7 @@ class ModelConfig:
     logit_cap: float | None = None
     mtp_layers: int = 0
     shortened: str = ""
+    pooler: Pooler | None = None
     dtype: str = "bfloat16"
 
     @property
@@ -212,6 +215,10 @@ class ModelConfig:
     def keeps_latents(self) -> bool:
         """Whether any layer has latent attention."""
         return any(isinstance(attention, LatentAttentionConfig) for attention in self.attention)
+
+    def pooled(self, pooler: Pooler) -> ModelConfig:
+        """The same model with a pooler in place of its head."""
+        return replace(self, pooler=pooler, tie_word_embeddings=False, logit_multiplier=1.0, logit_cap=None)
 
     def with_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
         """The same model with `change` applied to every layer."""

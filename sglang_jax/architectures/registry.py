@@ -99,17 +99,36 @@ def family_named(name: str) -> Family:
     raise CheckpointError(f"architecture {name} is not supported; supported: {supported_classes()}")
 
 
+def _classes(family: Family) -> tuple[str, ...]:
+    base = family.class_name.removesuffix(_WITH_HEAD)
+    return family.class_name, base + _BARE, base + CLASSIFIER
+
+
 def family_of_hf(fields: JsonFields) -> Family | None:
     """The family of a config.json: by `architectures` or, without that field, by `model_type`. None if it is not
     supported."""
     match fields.value("architectures"):
         case [str(seen)]:
-            found = [family for family in known_families() if family.class_name == seen]
+            found = [family for family in known_families() if seen in _classes(family)]
         case None:
             found = [family for family in known_families() if family.name == fields.string("model_type")]
         case _:
             found = []
     return found[0] if found else None
+
+
+CLASSIFIER = "ForSequenceClassification"
+_WITH_HEAD, _BARE = "ForCausalLM", "Model"
+
+
+def pooled_class(fields: JsonFields) -> str | None:
+    """The ending of the class in a config.json if it is that of a family's model without its head: with a matrix of
+    labels (`CLASSIFIER`) or without. None for other classes."""
+    match fields.value("architectures"):
+        case [str(seen)]:
+            return next((end for end in (CLASSIFIER, _BARE) if seen.endswith(end)), None)
+        case _:
+            return None
 
 
 def supported_classes() -> str:

@@ -13,6 +13,7 @@ class Part(StrEnum):
     EMBEDDING = "embedding"
     FINAL_NORM = "final_norm"
     HEAD = "head"
+    LABELS = "labels"
     ATTENTION_NORM = "attention_norm"
     ATTENTION_POST_NORM = "attention_post_norm"
     FEED_FORWARD_NORM = "feed_forward_norm"
@@ -117,7 +118,10 @@ in which the layer declares them."""
 
 OF_EXPERTS = frozenset({Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN})
 
-WHOLE_MODEL = frozenset({Part.EMBEDDING, Part.FINAL_NORM, Part.HEAD})
+WHOLE_MODEL = frozenset({Part.EMBEDDING, Part.FINAL_NORM, Part.HEAD, Part.LABELS})
+
+LABELS_NAME = TensorName("score", "cls.output")
+"""The name of a classifier's matrix in all families of decoders."""
 
 LLAMA_NAMES: TensorNames = {
     Part.EMBEDDING: TensorName("model.embed_tokens", "token_embd"),

@@ -166,7 +166,7 @@ def _stored_tensors(config: ModelConfig) -> dict[str, _Known]:
             assert attention is not None
             heads = attention.num_heads if spec.name.part is Part.QUERY else attention.num_kv_heads
         known.setdefault(spec.gguf, _Known(spec.tensor, heads, spec.name.part is Part.SHARED_ROUTER))
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings or config.pooler is not None:
         # An output matrix is allowed even with tied embeddings.
         names = family_named(config.architecture).names
         known.setdefault(f"{names[Part.HEAD].gguf}.weight", _Known(f"{names[Part.HEAD].hf}.weight", 0))

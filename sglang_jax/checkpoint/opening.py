@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.pooling import Pooler
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.end_tokens import end_token_ids
 from sglang_jax.checkpoint.gguf_config import gguf_generation_defaults, gguf_model_config
@@ -24,6 +25,7 @@ from sglang_jax.checkpoint.hf_config import (
 )
 from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
 from sglang_jax.checkpoint.parameters import ParameterReader
+from sglang_jax.checkpoint.poolers import bare_names, pooler_of_folder, pooler_of_gguf
 from sglang_jax.checkpoint.quantized_reader import QuantizedReader
 from sglang_jax.checkpoint.reader import TensorReader, TensorsInMemory
 from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
@@ -33,8 +35,8 @@ from sglang_jax.checkpoint.tensors import check_tensors
 from sglang_jax.checkpoint.text_part import text_names
 from sglang_jax.checkpoint.tied_head import as_tied_in_file
 from sglang_jax.checkpoint.transformers_config import load_transformers_config
-from sglang_jax.config import KVCacheDtype, LoadFormat, ModelImpl
-from sglang_jax.errors import CheckpointError
+from sglang_jax.config import EngineConfig, KVCacheDtype, LoadFormat, ModelImpl, PoolingType, Task
+from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.sampling.defaults import GenerationDefaults
 
 logger = logging.getLogger(__name__)
@@ -90,16 +92,38 @@ def open_checkpoint(
     seed: int = 0,
     revision: str | None = None,
     model_impl: ModelImpl = ModelImpl.NATIVE,
+    task: Task = Task.AUTO,
+    pooling: PoolingType = PoolingType.AUTO,
 ) -> Checkpoint:
     """Finds the checkpoint (see `resolve_model`), reads its config, and checks names and shapes of its tensors.
 
     With `LoadFormat.DUMMY`, only the config is read, and weights are random, a function of `seed`. With
     `ModelImpl.TRANSFORMERS`, the family need not be known, and tensors are checked when the model is built. Special
-    token ids outside the vocabulary are removed, with a warning. Raises `CheckpointError` naming the file, field or
-    tensors at fault.
+    token ids outside the vocabulary are removed, with a warning. `task`, `pooling`: what the model is used for. Raises
+    `CheckpointError` naming the file, field or tensors at fault, and `ConfigError` for a task that the model lacks.
     """
-    found = _open(model_path, resolve_model(model_path, load_format, revision), load_format, seed, model_impl)
+    source = resolve_model(model_path, load_format, revision)
+    if model_impl is ModelImpl.TRANSFORMERS:
+        if task not in (Task.AUTO, Task.GENERATE):
+            raise ConfigError(f"task {task.value} needs model_impl native")
+        found = _open_for_transformers(source, load_format is LoadFormat.DUMMY, demo=model_path == DEMO)
+    else:
+        found = _open(model_path, source, load_format, seed, task, pooling)
     return replace(found, config=_with_known_ids(found.config, found.source))
+
+
+def open_served(config: EngineConfig, model_path: str | None = None) -> Checkpoint:
+    """Opens the checkpoint of an engine's options, or with `model_path` another one for the same use. Raises as
+    `open_checkpoint`."""
+    return open_checkpoint(
+        config.model_path if model_path is None else model_path,
+        config.load_format,
+        seed=config.random_seed,
+        revision=config.revision if model_path is None else None,
+        model_impl=config.model_impl,
+        task=config.task,
+        pooling=config.pooling,
+    )
 
 
 def with_end_tokens(checkpoint: Checkpoint, tokenizer: ModelSource) -> Checkpoint:
@@ -128,19 +152,17 @@ def _with_known_ids(config: ModelConfig, source: ModelSource) -> ModelConfig:
 
 
 def _open(
-    model_path: str, source: ModelSource, load_format: LoadFormat, seed: int, model_impl: ModelImpl
+    model_path: str, source: ModelSource, load_format: LoadFormat, seed: int, task: Task, pooling: PoolingType
 ) -> Checkpoint:
     dummy = load_format is LoadFormat.DUMMY
-    if model_impl is ModelImpl.TRANSFORMERS:
-        return _open_for_transformers(source, dummy, demo=model_path == DEMO)
     if source.kind is SourceKind.GGUF:
         file = open_gguf(source.path)
-        config = gguf_model_config(file)
+        config = _with_pooler(gguf_model_config(file), pooler_of_gguf(file, task, pooling))
         reader: TensorReader = DummyReader(config, seed) if dummy else GgufReader(file, config)
         check_tensors(reader, config)
         defaults = DEMO_SAMPLING if model_path == DEMO else gguf_generation_defaults(file)
         return Checkpoint(source, config, reader, defaults)
-    config = load_hf_config(source.path)
+    config = _with_pooler(load_hf_config(source.path), pooler_of_folder(source.path, task, pooling))
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:
         return Checkpoint(source, config, None, defaults)
@@ -151,10 +173,16 @@ def _open(
         files = SafetensorsReader(source.path, source.remote)
         if has_text_part(source.path):
             files = files.renamed(text_names(files.names()))
+        if config.pooler is not None:
+            files = files.renamed(bare_names(files.names()))
         reader = files if quantization is None else _quantized(files, quantization, config)
         config = as_tied_in_file(config, reader)
     check_tensors(reader, config)
     return Checkpoint(source, config, reader, defaults)
+
+
+def _with_pooler(config: ModelConfig, pooler: Pooler | None) -> ModelConfig:
+    return config if pooler is None else config.pooled(pooler)
 
 
 def _quantized(files: SafetensorsReader, quantization: StoredQuantization, config: ModelConfig) -> TensorReader:

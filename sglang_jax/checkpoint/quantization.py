@@ -42,7 +42,9 @@ _RANGES = {
     Levels.FLOAT4_E2M1: (-6, 6),
 }
 _WEIGHTS_AT_A_TIME = 2**20
-_STAY_PLAIN = frozenset({Part.EMBEDDING, Part.HEAD, Part.ROUTER, Part.SHARED_ROUTER, Part.KEY_UP, Part.VALUE_UP})
+_STAY_PLAIN = frozenset(
+    {Part.EMBEDDING, Part.HEAD, Part.LABELS, Part.ROUTER, Part.SHARED_ROUTER, Part.KEY_UP, Part.VALUE_UP}
+)
 """Embeddings are looked up; rounding a head or router changes the best token or expert; and latent attention multiplies
 queries by the matrices that make keys."""
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from sglang_jax.architectures.manifest import ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named
-from sglang_jax.architectures.tensor_names import OPTIONAL, ParameterKind, Part, hf_name
+from sglang_jax.architectures.tensor_names import LABELS_NAME, OPTIONAL, ParameterKind, Part, hf_name
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.errors import CheckpointError
 
@@ -45,16 +45,19 @@ def expected_tensors(config: ModelConfig, present: Container[str] = ()) -> dict[
 def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     """Checks names and shapes of a checkpoint's tensors against its config; reads no values.
 
-    Ignores an output matrix next to tied embeddings, rotary frequencies, multi-token prediction layers, and scales of
-    queries and probabilities. Optional parameters of one kind must be all present or all absent. Raises
+    Ignores an output matrix next to tied embeddings, one that a pooler replaces, rotary frequencies, multi-token
+    prediction layers, and scales of queries and probabilities. Optional parameters of one kind must be all present or
+    all absent. Raises
     `CheckpointError` naming the missing, extra and misshapen tensors, at most 500 of them.
     """
     expected = expected_tensors(config, reader.names())
     unused = mtp_prefixes(config)
     present = {name for name in reader.names() if not name.endswith(_HARMLESS) and not name.startswith(unused)}
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings or config.pooler is not None:
         head = family_named(config.architecture).names[Part.HEAD]
         present.discard(hf_name(head, ParameterKind.WEIGHT, None))
+    if config.pooler is not None and not config.pooler.labels:
+        present -= {hf_name(LABELS_NAME, kind, None) for kind in (ParameterKind.WEIGHT, ParameterKind.BIAS)}
     optional = list(manifest_of(config).optional.values())
     further = {name for spec in optional for name in spec.spellings} & present
     present -= further

@@ -72,6 +72,24 @@ class LoadFormat(Choice):
     DUMMY = "dummy"
 
 
+class Task(Choice):
+    """What a model gives for a text: more text, a vector, or scores of labels."""
+
+    AUTO = "auto"
+    GENERATE = "generate"
+    EMBED = "embed"
+    CLASSIFY = "classify"
+
+
+class PoolingType(Choice):
+    """Which tokens make a text's vector, by `architectures.pooling.Pooling`."""
+
+    AUTO = "auto"
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"
+
+
 class ModelImpl(Choice):
     """This project's code, or that of transformers, which the Torch backend traces and rewrites."""
 

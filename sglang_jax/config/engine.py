@@ -24,9 +24,11 @@ from sglang_jax.config.choices import (
     LoadFormat,
     MambaDtype,
     ModelImpl,
+    PoolingType,
     SamplingDefaults,
     SchedulePolicy,
     SpeculativeAlgorithm,
+    Task,
     TpuActivations,
     Warmup,
     WeightQuantization,
@@ -92,6 +94,16 @@ class EngineConfig(BaseModel):
         ModelImpl.NATIVE,
         description="model code to run; native: this project's; transformers: the transformers library's, traced and "
         "rewritten (torch backend only)",
+    )
+    task: Task = Field(
+        Task.AUTO,
+        description="what the model gives: generate: text; embed: a vector of each text; classify: scores of its "
+        "labels; auto: by the checkpoint",
+    )
+    pooling: PoolingType = Field(
+        PoolingType.AUTO,
+        description="with task embed, the hidden states that make a vector: last: of the last token; mean: of all; "
+        "cls: of the first; auto: by the checkpoint, otherwise last",
     )
     compile_passes: str = Field(
         "all",

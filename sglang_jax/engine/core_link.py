@@ -170,6 +170,7 @@ class CoreLink:
                     session=tokenized.session,
                     shared_len=request.shared_len,
                     background=origin.background,
+                    wants=request.wants,
                 )
             )
             logprob_start = -1  # the completions share the prompt's logprobs
@@ -325,6 +326,9 @@ class CoreLink:
         for wire_id, entries in step.prompt_logprobs:
             if wire_id in completions:
                 completions[wire_id].add_prompt_logprobs(entries)
+        for wire_id, numbers in step.pooled:
+            if wire_id in completions:
+                completions[wire_id].pooled = np.frombuffer(numbers, "<f4")
         for wire_id, entry in step.logprobs:
             if wire_id in completions:
                 completions[wire_id].add_logprob(entry)

@@ -43,6 +43,7 @@ class CumulativeOutputs:
         output.finish = delta.finish
         output.delta_logprobs = list(delta.logprobs)
         output.prompt_logprobs = self._prompt_logprobs[index]
+        output.pooled = delta.pooled
         output.drafts = delta.drafts
         return output
 

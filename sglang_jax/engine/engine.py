@@ -9,6 +9,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.arguments import engine_config, is_single, template_of
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch, BatchStream
@@ -25,12 +28,21 @@ from sglang_jax.engine.items import (
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.loop_thread import LoopThread
+from sglang_jax.engine.pooling import (
+    NO_SAMPLES,
+    check_dimensions,
+    classifier,
+    embedder,
+    finished_vector,
+    probabilities,
+)
 from sglang_jax.engine.process import check_main
 from sglang_jax.engine.session import Session
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput, ModelInfo, TextTokenizer
 from sglang_jax.engine.validation import new_session
 from sglang_jax.errors import EngineDeadError, ParameterError, quote
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
+from sglang_jax.sampling.wants import POOLED
 from sglang_jax.scheduler.commands import CloseSession, FlushCache, GetState, StartProfile, StopProfile
 from sglang_jax.scheduler.messages import Command, Result, SchedulerStats
 
@@ -202,6 +214,51 @@ class Engine:
         if stream:
             return self._loop.iterate_async(BatchStream(batch))
         return self._wait_for(batch, single)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, normalize: bool | None = None
+    ) -> NDArray[np.float32]:
+        """Vectors of texts, by a model for that (`--task embed`).
+
+        >>> with Engine(model_path="Qwen/Qwen3-Embedding-0.6B") as engine:
+        ...     vectors = engine.embed(["a text", "another"])
+
+        **Arguments:** `prompts`: a text, or a list of token ids, or a list of either; `dimensions`: the first numbers
+        of each vector, for models trained for that; `normalize`: divide vectors by their length; by default as the
+        checkpoint says.
+
+        **Returns:** float32 `[width]` for one prompt, `[prompts, width]` for a list.
+
+        **Raises:** `ParameterError` for a model that gives no vectors, and for `dimensions` that they do not have; the
+        `RequestError` of the first prompt that fails.
+        """
+        pooler = embedder(self.model_info)
+        check_dimensions(dimensions, self.model_info)
+        single, found = self._pooled(prompts)
+        vectors = [finished_vector(each, pooler, dimensions, normalize) for each in found]
+        return vectors[0] if single else np.stack(vectors)
+
+    def classify(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
+        """Probabilities of the labels of texts, by a model for that (`--task classify`), as its config makes them of
+        scores.
+
+        **Arguments:** `prompts`: a text, or a list of token ids, or a list of either.
+
+        **Returns:** float32 `[labels]` for one prompt, `[prompts, labels]` for a list; `model_info.pooler.labels` has
+        the names.
+
+        **Raises:** `ParameterError` for a model without labels; the `RequestError` of the first prompt that fails.
+        """
+        pooler = classifier(self.model_info)
+        single, found = self._pooled(prompts)
+        scores = [probabilities(each, pooler.activation) for each in found]
+        return scores[0] if single else np.stack(scores)
+
+    def _pooled(self, prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[NDArray[np.float32]]]:
+        """Whether there is one prompt, and the vectors or scores of all."""
+        single, batch = self._batch(prompts, NO_SAMPLES, GenerateInput(prompt="", wants=POOLED))
+        found = [output.pooled for output in self._loop.run(batch.run())]
+        return single, [each for each in found if each is not None]
 
     @overload
     def chat(

@@ -13,7 +13,7 @@ from functools import partial
 from tqdm import tqdm
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.checkpoint import Checkpoint, open_checkpoint, resolve_tokenizer, with_end_tokens
+from sglang_jax.checkpoint import Checkpoint, open_served, resolve_tokenizer, with_end_tokens
 from sglang_jax.checkpoint.resolve import ModelSource
 from sglang_jax.checkpoint.token_table import load_token_table
 from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig, Warmup
@@ -69,13 +69,7 @@ class ModelCore:
 def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     """Loads the model that `config` names and compiles it. Raises `ConfigError`, `CheckpointError`."""
     begin = time.perf_counter()
-    checkpoint = open_checkpoint(
-        config.model_path,
-        config.load_format,
-        seed=config.random_seed,
-        revision=config.revision,
-        model_impl=config.model_impl,
-    )
+    checkpoint = open_served(config)
     checkpoint = with_end_tokens(checkpoint, tokenizer_source(config))
     defaults = generation_defaults(config, checkpoint)
     create_runner = load_backend(config)
@@ -197,6 +191,8 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDef
         generation_defaults=defaults,
         weight_version=config.weight_version,
         keeps_states=any(pool.kind.keeps_states for pool in spec.pools),
+        pooler=checkpoint.config.pooler,
+        pooled_width=spec.pooled_width,
     )
     return Ready(
         model_info=info,

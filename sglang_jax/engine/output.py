@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_jax import errors
 from sglang_jax.config import DEFAULT_WEIGHT_VERSION
@@ -55,7 +56,7 @@ class Completion:
     """One of a request's n outputs. Buffers what its link receives until the reader takes it: a slow reader gets larger
     deltas, and the buffer never holds more than the output. `wire_id`: its id at the link. `aborted`: an abort was
     sent; the core decides how the output ended, so that both sides agree whether the turn of a session counts.
-    `weight_version`: set by its link."""
+    `weight_version`, `pooled`: set by its link."""
 
     def __init__(self, outputs: RequestOutputs, *, index: int, prompt_tokens: int, text: OutputText) -> None:
         self.wire_id = 0
@@ -66,6 +67,7 @@ class Completion:
         self.drafts: DraftCounts | None = None
         self.finish: FinishReason | None = None
         self.weight_version = DEFAULT_WEIGHT_VERSION
+        self.pooled: NDArray[np.float32] | None = None
         self.delivered = False
         self.aborted = False
         self._draft_counts: tuple[int, int, int] | None = None
@@ -215,6 +217,7 @@ class Completion:
             prompt_logprobs=None if self._first_taken else self.outputs.prompt_logprobs,
             drafts=self.drafts,
             weight_version=self.weight_version,
+            pooled=self.pooled,
         )
         if not self._first_taken:
             self._first_taken = True

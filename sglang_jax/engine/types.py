@@ -12,11 +12,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.pooling import Pooler
 from sglang_jax.config import DEFAULT_WEIGHT_VERSION
 from sglang_jax.engine.output_buffer import LazyOutput
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.sampling.wants import SAMPLES, Wants
 from sglang_jax.scheduler.messages import Command, DraftCounts, Result, SchedulerStats, SessionTurn
 
 
@@ -59,6 +61,7 @@ class GenerateInput:
     - `session`: the prompt is the next turn of a session that belongs to the request's tenant.
     - `shared_len`: the number of the prompt's first tokens that other prompts probably share. Layers that keep states
       store a snapshot there.
+    - `wants`: for others than samples, `sampling` is `pooling.NO_SAMPLES`, and there is one finished output.
     """
 
     prompt: str | Sequence[int] | NDArray[np.int32]
@@ -75,6 +78,7 @@ class GenerateInput:
     continues_text: bool = True
     session: SessionTurnInput | None = None
     shared_len: int = 0
+    wants: Wants = SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
       if the engine reports it.
     - `drafts`: in the last delta of a completion that the engine ended, if it drafts tokens.
     - `weight_version`: of the weights that sampled its last token.
+    - `pooled`: the vector or scores of the prompt `[numbers]`, if it wants these.
     """
 
     index: int
@@ -180,6 +185,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     prompt_logprobs: Sequence[TokenLogprob] | None = None
     drafts: DraftCounts | None = None
     weight_version: str = DEFAULT_WEIGHT_VERSION
+    pooled: NDArray[np.float32] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,13 +208,14 @@ class GenerateOutput(LazyOutput):
     delta_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     drafts: DraftCounts | None = None
+    pooled: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Properties of the model. `generation_defaults`: values of sampling fields that a request leaves out; empty if the
     engine does not apply the model's defaults. `keeps_states`: some layers keep a state, and no keys. `weight_version`:
-    of the weights at the start."""
+    of the weights at the start. `pooler`: of a model that gives vectors or scores, `pooled_width` numbers each."""
 
     model_path: str
     architecture: str
@@ -220,6 +227,8 @@ class ModelInfo:
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     keeps_states: bool = False
     weight_version: str = DEFAULT_WEIGHT_VERSION
+    pooler: Pooler | None = None
+    pooled_width: int = 0
 
 
 class ReplicaState(StrEnum):

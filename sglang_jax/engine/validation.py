@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionTurnInput, TextTokenizer
 from sglang_jax.errors import ParameterError, PromptTooLongError, quote
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
+from sglang_jax.sampling.wants import check_wants
 from sglang_jax.scheduler.commands import OpenSession
 
 MAX_PROMPT_LOGPROBS = 2**20
@@ -25,6 +26,7 @@ One token id may stand for more than a hundred characters."""
 
 def check_input(request: GenerateInput, info: ModelInfo) -> None:
     """Checks a request before its prompt is tokenized. Raises `ParameterError` naming the field."""
+    check_wants(request.wants, pools=info.pooler is not None)
     if isinstance(request.prompt, str):
         if not request.prompt:
             raise ParameterError("prompt is empty, at least one token is needed", param="prompt")

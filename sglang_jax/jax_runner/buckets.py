@@ -39,9 +39,11 @@ class Buckets:
     mixed: tuple[Bucket, ...]
 
     @classmethod
-    def ladder(cls, max_rows: int, token_budget: int, page_size: int, num_groups: int = 1) -> Buckets:
+    def ladder(
+        cls, max_rows: int, token_budget: int, page_size: int, num_groups: int = 1, *, pools: bool = False
+    ) -> Buckets:
         """Decode buckets double from 2; mixed ones grow by a factor of 4 from 16. `num_groups`: cache groups with
-        pages.
+        pages; `pools`: the model has a pooler, and no decode steps.
 
         Most steps are decode steps, and their time grows with the rows, padding included. A mixed bucket has one row
         per two tokens, up to all rows: with fewer, a short chunk with many decode rows would not fit; with more, steps
@@ -63,7 +65,7 @@ class Buckets:
         if largest > _ROUNDING:
             largest = -(-largest // _ROUNDING) * _ROUNDING
         mixed.append(Bucket(largest, max_rows, deltas=num_groups * (largest // page_size + 2 * max_rows)))
-        return cls(tuple(decode), tuple(mixed))
+        return cls(() if pools else tuple(decode), tuple(mixed))
 
     @staticmethod
     def _mixed(tokens: int, max_rows: int, page_size: int, num_groups: int) -> Bucket:
@@ -79,7 +81,7 @@ class Buckets:
     ) -> Bucket:
         """The smallest program for a step with these numbers of tokens, sequences and decode rows, preferring `usable`
         ones. Raises `ValueError` for a step beyond the token budget or the rows."""
-        candidates = self.decode if num_decode == num_tokens else self.mixed
+        candidates = self.decode if num_decode == num_tokens and self.decode else self.mixed
         fitting = [bucket for bucket in candidates if num_tokens <= bucket.tokens and num_rows <= bucket.rows]
         if fitting:
             return next(filter(usable, fitting), fitting[0])

@@ -51,7 +51,9 @@ def programs_of(
         functions,
         placed,
         DeviceState(kv, *rows),
-        Buckets.ladder(spec.max_rows, spec.token_budget, config.page_size, len(spec.pools)),
+        Buckets.ladder(
+            spec.max_rows, spec.token_budget, config.page_size, len(spec.pools), pools=spec.pooling is not None
+        ),
         config.page_size,
         mesh,
         table,
@@ -88,7 +90,9 @@ def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
     def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
         return merge(weights).logits(hidden)
 
-    return ModelFunctions(forward, logits, model.attention.tile_rows), weights
+    pooler = model.config.pooler
+    pooling = None if pooler is None else pooler.pooling
+    return ModelFunctions(forward, logits, model.attention.tile_rows, pooling=pooling), weights
 
 
 def parameters(model: Transformer) -> list[Parameter]:

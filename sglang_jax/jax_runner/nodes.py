@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
+from sglang_jax.checkpoint.opening import Checkpoint, open_served
 from sglang_jax.config import Device, EngineConfig
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.loading import load_rank
@@ -82,9 +82,7 @@ def follow_node(config: EngineConfig) -> None:
     """Runs the plans of node 0 until that ends. The process exits with status 1 if node 0 is lost. Raises
     `ConfigError`, `CheckpointError`."""
     secret = config.group_secret()
-    checkpoint = open_checkpoint(
-        config.model_path, config.load_format, seed=config.random_seed, revision=config.revision
-    )
+    checkpoint = open_served(config)
     meet(config)
     host = _without_brackets(_address(config)[0])
     link = LeaderLink((host, _broadcast_port(0)), secret, config.node_rank, _leave_the_process)

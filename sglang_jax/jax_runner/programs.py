@@ -40,11 +40,13 @@ from sglang_jax.jax_runner.step import (
     make_sample,
     make_settle,
     make_step,
+    make_token_scores,
 )
 from sglang_jax.models.kv_cache import states_of, with_states
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.row_updates import PACKED_ROW
+from sglang_jax.sampling.wants import MAX_SCORED_TOKENS
 
 DELTA_BLOCK = 1024
 """Maximum page-table entries of one run of the delta program."""
@@ -89,7 +91,9 @@ class Programs:
         self.vocab_size = state.sampling.vocab_size
         self.layouts = {bucket: StepLayout(bucket, self.dump_row, states=table.states) for bucket in buckets}
         words = mask_words(self.vocab_size)
-        self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
+        self.pooling = model.pooling
+        rows_of_steps = {one.rows for one in buckets} if self.pooling is None else set()
+        self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in rows_of_steps}
         self.settles_states = table.states and max_drafts > 0
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self.text_sizes = self.row_update_sizes[:2]  # each text takes as much memory as a context
@@ -124,6 +128,11 @@ class Programs:
             drafted=sampled.drafted,
         )
         return state, outputs
+
+    def token_scores(self, found: DeviceOutputs, token_ids: Int32) -> jax.Array:
+        """The logits of `token_ids` `[R, MAX_SCORED_TOKENS]` after the last query of each sequence of a step."""
+        rows = len(found.logits)
+        return self.builds.get(f"scores {rows} rows", lambda: self._build_scores(rows))(found.logits, token_ids)
 
     def propose(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
         """Runs the draft model's drafts for one of `draft_sizes` rows; see `make_draft`."""
@@ -202,15 +211,16 @@ class Programs:
         row_update = f"update {self.row_update_sizes[0]} rows"
         tokens = min(_PROMPT_OF_A_SHORT_ANSWER, self.buckets.mixed[-1].tokens)
         prompt = self.buckets.pick(tokens, num_rows=1, num_decode=0)
-        return [str(prompt), row_update, str(self.buckets.decode[0])]
+        return [str(prompt), row_update, *map(str, self.buckets.decode[:1])]
 
     def needed_first(self) -> list[str]:
         """Names of programs such that every step fits one, the slowest builds first: the largest steps, and the
         smallest for the first answers."""
         decode, mixed = self.buckets.decode, self.buckets.mixed
-        steps = list(dict.fromkeys(map(str, (mixed[-1], decode[-1], decode[0]))))
+        steps = list(dict.fromkeys(map(str, (mixed[-1], *decode[-1:], *decode[:1], *mixed[: not decode]))))
         later = {str(bucket) for bucket in self.buckets}
-        later |= {f"sample {rows} rows" for rows in self.sample_layouts if rows < mixed[-1].rows}
+        for what in ("sample", "scores"):
+            later |= {f"{what} {rows} rows" for rows in self.sample_layouts if rows < mixed[-1].rows}
         later |= {f"draft {size} rows" for size in self.draft_sizes[:-1]}
         return [*steps, *(name for name in self.builders() if name not in later)]
 
@@ -223,8 +233,9 @@ class Programs:
         instead."""
         pairs = zip_longest(self.buckets.mixed, self.buckets.decode)
         steps = [bucket for pair in pairs for bucket in pair if bucket is not None]
-        names = [name for bucket in steps for name in (str(bucket), f"sample {bucket.rows} rows")]
         builders = self.builders()
+        wanted = (name for bucket in steps for name in (str(bucket), f"sample {bucket.rows} rows"))
+        names = [name for name in wanted if name in builders]
         self.builds.build_in_background({name: builders[name] for name in dict.fromkeys([*names, *builders])}, around)
 
     def pick(self, num_tokens: int, num_rows: int, num_decode: int, *, masked: bool = False) -> Bucket:
@@ -248,6 +259,7 @@ class Programs:
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
             **{f"sample {rows} rows": partial(self._build_sample, rows) for rows in sorted(self.sample_layouts)},
+            **{f"scores {rows} rows": partial(self._build_scores, rows) for rows in sorted(self.sample_layouts)},
             **{f"draft {size} rows": partial(self._build_draft, size) for size in self.draft_sizes},
             **{f"catch up {size} tokens": partial(self._build_catch_up, size) for size in self.catch_up_sizes},
             **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
@@ -305,6 +317,8 @@ class Programs:
         if self._mesh is None:
             return None
         replicated = self._replicated()
+        if self.pooling is not None:
+            return replicated  # type: ignore[return-value]
         return DeviceOutputs(replicated, replicated, replicated, logits_sharding(self._mesh))  # type: ignore[arg-type]
 
     def _replicated(self) -> NamedSharding | None:
@@ -322,6 +336,10 @@ class Programs:
             tokens = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=self._replicated())
             lowered = sample.lower(shapes, self._logits_shape(rows), tokens, _integers(layout.size))
         return lowered.compile(compiler_options=self._options(decode_only=True))
+
+    def _build_scores(self, rows: int) -> Executable:
+        scores = jax.jit(make_token_scores(self._mesh), out_shardings=self._replicated())
+        return scores.lower(self._logits_shape(rows), _integers(rows, MAX_SCORED_TOKENS)).compile()
 
     def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
         """The shape of the logits of a step with `rows` rows. Their width is known after building a step."""

@@ -12,18 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.jax_runner.buckets import Bucket
 from sglang_jax.jax_runner.compiles import CompileCounter
 from sglang_jax.jax_runner.drafter import Drafter
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.step import DeviceOutputs, DeviceState, KVCaches, Weights, empty_rows, pack_settled
+from sglang_jax.layers.pooler import whole_sums
 from sglang_jax.runner.drafts import FlatPlan, flatten_drafts, pack_hints, pack_texts, restore_rows
 from sglang_jax.runner.expert_load import ExpertLoad, load_since
 from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
     LAST_TOKEN,
     NO_LOGPROBS,
+    Float64,
     PageDeltas,
     RowUpdates,
     RunnerSpec,
@@ -38,6 +41,7 @@ from sglang_jax.runner.plan import (
 from sglang_jax.runner.protocol import RunnerReport, cannot_reload
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
+from sglang_jax.sampling.wants import MAX_SCORED_TOKENS
 
 Update = TypeVar("Update")
 
@@ -45,12 +49,15 @@ Update = TypeVar("Update")
 @dataclass(slots=True)
 class JaxStep:
     """A launched step. JAX dispatches asynchronously, and reading an output waits for it. `second` starts the second
-    part, which completes `outputs`; None without one. `max_samples`: of the runner."""
+    part, which completes `outputs`; None without one. `max_samples`, `pooling`: of the runner. `pooled`: vectors of the
+    sequences, or scores of tokens, if the plan asks for any."""
 
     flat: FlatPlan
     outputs: DeviceOutputs
     max_samples: int
     second: Callable[[FlatPlan, DeviceOutputs, TokenMasks], DeviceOutputs] | None = None
+    pooled: jax.Array | None = None
+    pooling: Pooling | None = None
 
     @property
     def plan(self) -> StepPlan:
@@ -71,8 +78,18 @@ class JaxStep:
         logprobs = None
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _on_host(outputs.logprobs, 0, len(plan.rows), plan.top_logprobs)
-        found = StepResult(*one_each(tokens, plan.samples), logprobs, self._prompt_logprobs())
+        found = StepResult(*one_each(tokens, plan.samples), logprobs, self._prompt_logprobs(), self._pooled())
         return restore_rows(self.flat, found, self.max_samples)
+
+    def _pooled(self) -> tuple[Float64, ...]:
+        if self.pooled is None:
+            return ()
+        found = np.asarray(self.pooled)
+        if self.pooling is Pooling.MEAN:
+            return tuple(whole_sums(found[part.sequence]) for part in self.plan.pooled)
+        widths = (None if part.token_ids is None else len(part.token_ids) for part in self.plan.pooled)
+        parts = zip(self.plan.pooled, widths, strict=True)
+        return tuple(found[part.sequence, :width].astype(np.float64) for part, width in parts)
 
     def _prompt_logprobs(self) -> tuple[TopLogprobs, ...]:
         plan, found = self.plan, self.outputs.prompt_logprobs
@@ -150,7 +167,8 @@ class JaxRunner:
         programs.build(names, lambda done, _, what: progress(done, total, what))
         ran: dict[int, tuple[StepPlan, DeviceOutputs]] = {}
         for done, bucket in enumerate(steps, len(names) + 1):
-            plan = warmup_plan(bucket, programs.dump_row, self._spec.max_context)
+            pools = programs.pooling is not None
+            plan = warmup_plan(bucket, programs.dump_row, self._spec.max_context, pools=pools)
             packed = programs.layouts[bucket].pack(plan, plan.page_deltas[0])
             self._state, outputs = programs.step(bucket, self._weights, self._state, packed)
             outputs.tokens.block_until_ready()
@@ -199,13 +217,26 @@ class JaxRunner:
         packed = self._programs.layouts[bucket].pack(plan, deltas, flat.draft_numbers)
         with jax.profiler.StepTraceAnnotation("step", step_num=plan.step) if self._profiling else nullcontext():
             self._state, outputs = self._programs.step(bucket, self._weights, self._state, packed)
+        pooled = None if not plan.pooled else self._pooled(plan, outputs)
         if plan.masked is None:
             self._settle(flat)
             outputs.tokens.copy_to_host_async()
             outputs = replace(outputs, logits=outputs.tokens)  # frees the logits, which are not needed any more
-            return JaxStep(flat, outputs, self._spec.max_samples)
-        self._waiting = JaxStep(flat, outputs, self._spec.max_samples, self._sample)
+            return JaxStep(flat, outputs, self._spec.max_samples, None, pooled, self._spec.pooling)
+        self._waiting = JaxStep(flat, outputs, self._spec.max_samples, self._sample, pooled)
         return self._waiting
+
+    def _pooled(self, plan: StepPlan, outputs: DeviceOutputs) -> jax.Array:
+        if self._spec.pooling is not None:
+            pooled = outputs.logits
+        else:
+            token_ids = np.zeros((len(outputs.logits), MAX_SCORED_TOKENS), np.int32)
+            for part in plan.pooled:
+                if part.token_ids is not None:
+                    token_ids[part.sequence, : len(part.token_ids)] = part.token_ids
+            pooled = self._programs.token_scores(outputs, token_ids)
+        pooled.copy_to_host_async()
+        return pooled
 
     def _sample(self, flat: FlatPlan, outputs: DeviceOutputs, masks: TokenMasks) -> DeviceOutputs:
         packed = self._programs.sample_layouts[len(outputs.logits)].pack(flat.plan, masks, flat.draft_numbers)
@@ -360,7 +391,7 @@ def _nbytes(tree: Weights | KVCaches) -> int:
     return sum(array.nbytes for array in jax.tree.leaves(tree))
 
 
-def warmup_plan(bucket: Bucket, dump_row: int, max_context: int) -> StepPlan:
+def warmup_plan(bucket: Bucket, dump_row: int, max_context: int, *, pools: bool = False) -> StepPlan:
     """A plan for the warm-up, since the first run of a program is slow: XLA's CPU backend prepares matrix products (0.3
     to 0.7 s for a step of SmolLM2-135M on 2 cores), and an accelerator loads the program.
 
@@ -370,7 +401,7 @@ def warmup_plan(bucket: Bucket, dump_row: int, max_context: int) -> StepPlan:
     if bucket.decode_only:
         num_decode, prompt = bucket.rows, 0
     else:
-        num_decode = min(1, bucket.rows - 1)
+        num_decode = 0 if pools else min(1, bucket.rows - 1)
         prompt = min(bucket.tokens - num_decode, max_context)
     lengths = np.array([1] * num_decode + [prompt] * (prompt > 0), np.int32)
     nothing = np.zeros(0, np.int32)

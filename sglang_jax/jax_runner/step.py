@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.jax_runner.buckets import Bucket
 from sglang_jax.jax_runner.drafts import DraftedTokens, KnownTokens, Sequences, kept_samples
 from sglang_jax.jax_runner.logprobs import Logprobs, prompt_logprobs
@@ -22,6 +23,7 @@ from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.part import States
+from sglang_jax.layers.pooler import sums_of_sequences
 from sglang_jax.runner.drafts import REJECTED, FlatPlan
 from sglang_jax.runner.packing import pack_rows
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
@@ -36,12 +38,14 @@ T = TypeVar("T")
 class ModelFunctions:
     """A model as functions `forward(weights, batch, kv) -> (hidden [T, hidden], kv)` and `logits(weights, hidden [m,
     hidden]) -> float32 [m, columns]`, whose columns past the vocabulary are padding. `tile_rows`: rows of logprobs, see
-    `in_tiles`. `shards_on_device`: see `kv_cache_spec`."""
+    `in_tiles`. `shards_on_device`: see `kv_cache_spec`. `pooling`:
+    `logits` returns vectors or scores of texts, `[m, width]`."""
 
     forward: Callable[[Weights, ForwardBatch, KVCaches], tuple[jax.Array, KVCaches]]
     logits: Callable[[Weights, jax.Array], jax.Array]
     tile_rows: int | None = None
     shards_on_device: int = 1
+    pooling: Pooling | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +116,8 @@ class SampledState:
 class DeviceOutputs:
     """The outputs of a step: `tokens` int32 `[R]`, `REJECTED` after a rejected draft, and logprobs of these and of
     prompt tokens (`[R]` and `[T]`), zeros if the plan asks for none; `prompt_logprobs` is None in a decode program.
-    `logits`: `[R, columns]`, after the last query of each sequence, from which the second part of a step samples."""
+    `logits`: `[R, columns]`, after the last query of each sequence, from which the second part of a step samples; of a
+    model with a pooler, vectors or scores of the sequences, `[R, width]`, or sums as of `sums_of_sequences`."""
 
     tokens: jax.Array
     logprobs: Logprobs
@@ -236,6 +241,8 @@ def make_step(
     The logits are an output for steps with a second part. For others they only cost memory, as the sampler reads them
     from there anyway.
     """
+    if model.pooling is not None:
+        return _make_pooling_step(model, model.pooling, layout, page_size, mesh, table)
     bucket = layout.bucket
     reader = reader_over(mesh, model.tile_rows)
     replicate = on_every_device(mesh)
@@ -269,6 +276,52 @@ def make_step(
         return new_state, DeviceOutputs(for_host, logprobs, of_prompts, logits)
 
     return step
+
+
+def _make_pooling_step(
+    model: ModelFunctions,
+    pooling: Pooling,
+    layout: StepLayout,
+    page_size: int,
+    mesh: Mesh | None,
+    table: TableLayout,
+) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, DeviceOutputs]]:
+    """The step of a model with a pooler: no sequence samples."""
+    bucket = layout.bucket
+    replicate = on_every_device(mesh)
+
+    def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, DeviceOutputs]:
+        inputs = replicate(layout.unpack(packed))
+        page_table = apply_deltas(state.page_table, inputs.delta_rows, inputs.delta_columns, inputs.delta_pages)
+        own = state.last_tokens[inputs.rows]
+        batch = replicate(build_batch(inputs, page_table, own, page_size, bucket.tokens, table))
+        hidden, kv = model.forward(weights, batch, state.kv)
+        starts, ends = inputs.query_starts[:-1], inputs.query_starts[1:]
+        match pooling:
+            case Pooling.LAST:
+                pooled = model.logits(weights, hidden[jnp.maximum(ends - 1, 0)])
+            case Pooling.CLS:
+                pooled = model.logits(weights, hidden[jnp.minimum(starts, bucket.tokens - 1)])
+            case Pooling.MEAN:
+                places, rows = jnp.arange(bucket.tokens, dtype=jnp.int32), bucket.rows
+                sequences = jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
+                sequences = jnp.where(places < inputs.num_tokens, sequences, rows)
+                pooled = sums_of_sequences(hidden, sequences, rows)
+        tokens = jnp.full(bucket.rows, INVALID_TOKEN, jnp.int32)
+        nothing = Logprobs.empty(1, state.sampling.vocab_size)
+        return replace(state, kv=kv, page_table=page_table), DeviceOutputs(tokens, nothing, None, pooled)
+
+    return step
+
+
+def make_token_scores(mesh: Mesh | None = None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A function of (logits `[R, columns]`, token ids int32 `[R, MAX_SCORED_TOKENS]`) that returns their logits."""
+    replicate = on_every_device(mesh)
+
+    def scores(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
+        return replicate(jnp.take_along_axis(logits, replicate(token_ids), axis=1))
+
+    return scores
 
 
 def _computed_with(drafted: DraftedTokens | None, inputs: StepInputs, bucket: Bucket) -> DraftedTokens | None:

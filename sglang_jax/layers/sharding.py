@@ -34,6 +34,7 @@ MESH_AXIS: dict[Axis, tuple[str, ...]] = {
     Axis.EXPERTS: ("expert",),
     Axis.EXPERT_INTERMEDIATE: ("tensor",),
     Axis.ROUTED: (),
+    Axis.LABELS: (),
     Axis.PAGES: (),
     Axis.PAGE_OFFSET: (),
     Axis.KEY_OR_VALUE: (),

@@ -30,6 +30,7 @@ from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import Parameter, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.platform import PlatformLayout
+from sglang_jax.layers.pooler import PooledHead
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
 from sglang_jax.layers.rounded_rows import MinRoundedRows, never_rounded
 from sglang_jax.layers.shards import Shards
@@ -118,7 +119,9 @@ class Transformer(nnx.Module):
         self.layers = nnx.List([DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers)])
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         hidden, vocabulary = [(Axis.HIDDEN, config.hidden_size)], [(Axis.VOCABULARY, config.vocab_size)]
-        self.head = matrix_for(hidden, vocabulary, (Part.HEAD,), options)
+        pooler = config.pooler
+        self.pooled = None if pooler is None else PooledHead(pooler, config.hidden_size)
+        self.head = matrix_for(hidden, vocabulary, (Part.HEAD,), options) if pooler is None else None
         if config.tie_word_embeddings and self.embedding.blocks is not None:
             self.head = self.embedding.blocks
         elif config.tie_word_embeddings and not form.own_head_for_tied_embeddings:
@@ -155,7 +158,7 @@ class Transformer(nnx.Module):
         self._repack_layers(OutInLayout())
         if self.config.tie_word_embeddings and self.embedding.table is not None:
             self._share_table(self.embedding.table, OutInLayout())
-        else:
+        elif self.head is not None:
             self.head.repack(OutInLayout())
 
     def _repack_layers(self, layout: Layout) -> None:
@@ -172,6 +175,9 @@ class Transformer(nnx.Module):
 
     @property
     def has_own_head(self) -> bool:
+        """Whether the head, if there is one, is another matrix than the table of embeddings."""
+        if self.head is None:
+            return True
         plain = self.head.plain if isinstance(self.head, TwoFormMatrix) else self.head
         if isinstance(plain, BlockMatrix):
             return plain is not self.embedding.blocks
@@ -222,7 +228,11 @@ class Transformer(nnx.Module):
         }
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`."""
+        """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`; of a model with a pooler, vectors or scores `[m,
+        width]`."""
+        if self.pooled is not None:
+            return self.pooled(hidden)
+        assert self.head is not None
         with jax.named_scope("head"):
             if self.shards is not None:
                 return self.shards.columns(self.head, hidden, self._logits)

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
+from sglang_jax.checkpoint.opening import Checkpoint, open_served
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
@@ -73,7 +73,7 @@ def open_replacement(config: EngineConfig, models: Models, model_path: str | Non
     read."""
     if model_path is None:
         return replace(models, draft=None)
-    found = open_checkpoint(model_path, config.load_format, seed=config.random_seed, model_impl=config.model_impl)
+    found = open_served(config, model_path)
     served = models.main
     if found.transformers_config is not None or served.transformers_config is not None:
         raise ConfigError("weights cannot be replaced with --model-impl transformers; restart the server")
@@ -199,6 +199,8 @@ def runner_spec(
         drafts_with_prompts=False,
         max_drafts=sizes.draft_slots if model.keeps_states else None,
         prompt_tokens=sizes.prompt_tokens,
+        pooling=None if model.pooler is None else model.pooler.pooling,
+        pooled_width=0 if model.pooler is None else model.pooler.width(model.hidden_size),
     )
 
 

@@ -71,6 +71,7 @@ def flatten_drafts(plan: StepPlan) -> FlatPlan:
         prompt_logprobs=tuple(
             replace(wanted, sequence=int(firsts[wanted.sequence])) for wanted in plan.prompt_logprobs
         ),
+        pooled=tuple(replace(part, sequence=int(firsts[part.sequence])) for part in plan.pooled),
     )
     return FlatPlan(flat, draft_numbers.astype(np.int32), firsts.astype(np.int32))
 

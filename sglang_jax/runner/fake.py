@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.errors import CheckpointError
 from sglang_jax.runner import fake_model
 from sglang_jax.runner.expert_load import ExpertLoad
@@ -26,7 +27,9 @@ from sglang_jax.runner.plan import (
     INVALID_TOKEN,
     LAST_TOKEN,
     NO_LOGPROBS,
+    Float64,
     Int32,
+    PooledPart,
     PromptLogprobs,
     RunnerSpec,
     SamplingUpdate,
@@ -189,6 +192,7 @@ class FakeRunner:
         assert (plan.tokens[drafts - 1] < 0).all(), "a draft behind a token of the plan"
         assert self._spec.max_samples > 1 or not len(drafts), "the runner was not asked to draft"
         self._check_texts(plan, drafts)
+        self._check_pooled(plan)
         if plan.masked is not None:
             assert plan.masked.any(), "a step in two parts for nobody"
             assert plan.samples[plan.masked].all(), "a mask for a sequence that does not sample"
@@ -208,6 +212,20 @@ class FakeRunner:
             targets = set(copies.targets.tolist())
             assert len(targets) == len(copies.targets) == len(copies.sources), "a slot is copied to twice"
             assert not targets & set(copies.sources.tolist()), "a slot is copied from and to"
+
+    def _check_pooled(self, plan: StepPlan) -> None:
+        asked = [part.sequence for part in plan.pooled]
+        assert asked == sorted(set(asked)), "a sequence is asked twice, or out of order"
+        assert all(plan.num_decode <= each < len(plan.rows) for each in asked), "a sequence that is no chunk is pooled"
+        assert all((part.token_ids is None) == (self._spec.pooling is not None) for part in plan.pooled)
+        if self._spec.pooling is None:
+            return
+        assert not plan.samples.any(), "a runner that pools was asked for a sample"
+        starts = plan.kv_lens - plan.query_lens
+        if self._spec.pooling is Pooling.MEAN:
+            assert asked == list(range(len(plan.rows))), "a chunk without its part of the mean"
+        if self._spec.pooling is Pooling.CLS:
+            assert asked == np.flatnonzero(starts == 0).tolist(), "another chunk than that with the first token"
 
     def _check_texts(self, plan: StepPlan, drafts: NDArray[np.intp]) -> None:
         for update in plan.row_updates.sampling:
@@ -244,6 +262,7 @@ class FakeRunner:
             counts,
             None if plan.top_logprobs == NO_LOGPROBS else self._logprobs(plan, tokens, seen_after),
             tuple(self._prompt_logprobs(asked, plan, seen_after) for asked in plan.prompt_logprobs),
+            tuple(self._pooled(asked, seen_after[asked.sequence]) for asked in plan.pooled),
         )
 
     def _choices(self, plan: StepPlan, masks: TokenMasks | None) -> list[Sequence[int]]:
@@ -346,6 +365,12 @@ class FakeRunner:
         for queries, count in zip(seen_after, drafts, strict=True):
             seen += (queries[-1 - count :] + [0] * width)[:width]
         return _report(seen, tokens.reshape(-1), plan.top_logprobs)
+
+    def _pooled(self, asked: PooledPart, seen: list[int]) -> Float64:
+        if asked.token_ids is not None:
+            return np.array([fake_model.logprob(seen[-1], token) for token in asked.token_ids.tolist()])
+        assert self._spec.pooling is not None, "a vector from a runner that samples"
+        return fake_model.pooled(seen, self._spec.pooling, self._spec.pooled_width)
 
     def _prompt_logprobs(self, asked: PromptLogprobs, plan: StepPlan, seen_after: list[list[int]]) -> TopLogprobs:
         seen = seen_after[asked.sequence][asked.first : asked.first + len(asked.targets)]

@@ -9,6 +9,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from sglang_jax.architectures.pooling import Pooling
+from sglang_jax.runner.plan import Float64
+
 _MASK = 2**64 - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
@@ -48,6 +51,21 @@ def logprob(seen: int, token: int) -> float:
     if seen == NOT_FINITE:
         return float("nan")
     return -float(mix(seen, token) % 10007) / 1000.0
+
+
+def vector(seen: int, width: int) -> Float64:
+    """A query's hidden state, `[width]`, whose sums are exact."""
+    if seen == NOT_FINITE:
+        return np.full(width, np.nan)
+    return np.array([mix(seen, place) % 4001 - 2000 for place in range(width)], np.float64)
+
+
+def pooled(seen: Sequence[int], pooling: Pooling, width: int) -> Float64:
+    """The part of a prompt's vector of the queries `seen`, in order: for a mean, their sum."""
+    if pooling is Pooling.MEAN:
+        found: Float64 = np.array([vector(each, width) for each in seen]).sum(axis=0)
+        return found
+    return vector(seen[0 if pooling is Pooling.CLS else -1], width)
 
 
 class Sight:
@@ -130,6 +148,21 @@ class Oracle:
         """Logprob of each prompt token except the first, float32."""
         queries = self._queries(prompt, namespace)
         return [float(np.float32(logprob(next(queries), token))) for token in prompt[1:]]
+
+    def pooled(self, prompt: Sequence[int], pooling: Pooling, width: int, namespace: str | None = None) -> list[float]:
+        """The vector of a prompt, float32."""
+        queries = self._queries(prompt, namespace)
+        found = pooled([next(queries) for _ in prompt], pooling, width)
+        parts = len(prompt) if pooling is Pooling.MEAN else 1
+        return [float(np.float32(number / parts)) for number in found]
+
+    def token_scores(
+        self, prompt: Sequence[int], token_ids: Sequence[int], namespace: str | None = None
+    ) -> list[float]:
+        """Logits of tokens after a prompt, float32."""
+        queries = self._queries(prompt, namespace)
+        last = [next(queries) for _ in prompt][-1]
+        return [float(np.float32(logprob(last, token))) for token in token_ids]
 
     def _queries(self, tokens: Sequence[int], namespace: str | None) -> Iterator[int]:
         """The hash of each token's query. Tokens may be appended while this iterates."""

@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.architectures import CacheKind
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.sampling.params import SamplingParams
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 
 LOGPROB_BUCKETS = (0, 1, 5, 20)
@@ -27,6 +29,12 @@ LAST_TOKEN = -1
 
 MASK_WORD = 32
 """Tokens per word of a mask."""
+
+SUM_STEP = 2.0**-18
+"""The unit of sums of hidden states. Sums over 2**22 tokens are exact in float64."""
+
+MAX_SUMMED = 2.0**12
+"""Hidden states of this size or above are not summed: their sum is NaN."""
 
 DRAFT = -2
 """In `StepPlan.tokens`, after a `LAST_TOKEN`: the runner's draft of the row's next token, if `RunnerSpec.max_samples`
@@ -75,6 +83,8 @@ class RunnerSpec:
     - `drafts_with_prompts`: a step may have both drafts and chunks. If False, decode rows plus drafts of a step are at
       most `max_rows`.
     - `max_drafts`: maximum drafts of one step, in all rows; None if only the other limits apply.
+    - `pooling`: the runner gives vectors of prompts, `pooled_width` numbers each, or scores of as many labels; no plan
+      samples. None for a runner that samples.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -87,6 +97,8 @@ class RunnerSpec:
     drafts_with_prompts: bool = True
     max_drafts: int | None = None
     prompt_tokens: int = 512
+    pooling: Pooling | None = None
+    pooled_width: int = 0
 
     def __post_init__(self) -> None:
         if len({pool.name for pool in self.pools}) < len(self.pools):
@@ -198,6 +210,18 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledPart:
+    """What is wanted of sequence `sequence` (an index into `StepPlan.rows`), a chunk of a prompt.
+
+    - `token_ids`: `[ids]`, whose logits after its last query are wanted. None for a runner with `RunnerSpec.pooling`:
+      this chunk's part of the prompt's vector.
+    """
+
+    sequence: int
+    token_ids: Int32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One forward step over `n` sequences, each in a separate row; decode rows come first.
 
@@ -222,6 +246,8 @@ class StepPlan:
       whatever is in the slot.
     - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported with the sampled token's
       logprob.
+    - `pooled`: at most one for each sequence, in order. With a pooling of the last token, the last chunk of a prompt;
+      of the first token, the chunk with it; of the mean, every chunk.
     """
 
     step: int
@@ -239,6 +265,7 @@ class StepPlan:
     top_logprobs: int = NO_LOGPROBS
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     prompt_top_logprobs: int = 0
+    pooled: tuple[PooledPart, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -287,6 +314,9 @@ class StepResult:
       `max_samples`.
     - `logprobs`: None unless requested; m = n * width, entry `i * width + j` belongs to `tokens[i, j]`.
     - `prompt_logprobs`: one for each of the plan's, in order.
+    - `pooled`: for each of the plan's, in order: the logits of its tokens `[ids]`, or its part of a vector
+      `[pooled_width]`. For a mean, this is the sum over its queries, each rounded to a multiple of `SUM_STEP`, and
+      exact: the parts of a prompt add up to the same number, whatever its chunks were.
     - `replayed`: whether the model ran as one captured CUDA graph.
     """
 
@@ -294,6 +324,7 @@ class StepResult:
     counts: Int32
     logprobs: TopLogprobs | None = None
     prompt_logprobs: tuple[TopLogprobs, ...] = ()
+    pooled: tuple[Float64, ...] = ()
     replayed: bool = False
 
 
@@ -307,11 +338,30 @@ def check_plan(plan: StepPlan, spec: RunnerSpec, *, states: bool) -> None:
     """Raises `ValueError` for a plan that a runner with `spec` does not run. `states`: it has recurrent states."""
     if spec.max_samples == 1:
         _refuse_drafts(plan)
+    _check_pooled(plan, spec)
     if states:
         _refuse_drafts_of_states(plan, spec)
     else:
         _refuse_states(plan)
     _check_page_bounds(plan, spec)
+
+
+def _check_pooled(plan: StepPlan, spec: RunnerSpec) -> None:
+    """Raises `ValueError` for a plan that samples on a runner that pools, or the reverse."""
+    if spec.pooling is not None and (plan.num_decode or plan.samples.any()):
+        raise ValueError(f"step {plan.step} samples, but this runner gives vectors of prompts")
+    for part in plan.pooled:
+        if (part.token_ids is None) != (spec.pooling is not None):
+            gives = "logits" if spec.pooling is None else "vectors"
+            raise ValueError(
+                f"step {plan.step} asks sequence {part.sequence} for what this runner does not give: it "
+                f"gives {gives} of prompts"
+            )
+        if part.token_ids is not None and _outside(part.token_ids, spec.vocab_size):
+            raise ValueError(
+                f"step {plan.step} asks for logits of tokens {part.token_ids.tolist()}: the vocabulary has "
+                f"{spec.vocab_size}"
+            )
 
 
 def _refuse_states(plan: StepPlan) -> None:

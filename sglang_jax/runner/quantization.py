@@ -96,7 +96,7 @@ def only_blocks(checkpoint: Checkpoint, quantization: Quantization | None = None
     """Whether kernels for integers can multiply all matrices, except routers, which are small."""
     if checkpoint.reader is None:
         return False
-    encodings, others = encodings_of(checkpoint, quantization), {Part.ROUTER, Part.SHARED_ROUTER}
+    encodings, others = encodings_of(checkpoint, quantization), {Part.ROUTER, Part.SHARED_ROUTER, Part.LABELS}
     if not checkpoint.config.tie_word_embeddings:
         others.add(Part.EMBEDDING)
     specs = manifest_of(checkpoint.config).specs.values()

@@ -158,6 +158,7 @@ class Finisher:
         request.drafts = self._rows.drafts_of(request)
         self._rows.drafts[request.row] = 0
         request.next_prompt_logprob = request.published_prompt_logprob
+        request.pooled = None
         request.announced = False
         request.move_to(RequestState.RETRACTED)
         self._rows.leave(request, insert=False, requeue=True)

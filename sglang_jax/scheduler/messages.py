@@ -13,6 +13,7 @@ import msgspec
 
 from sglang_jax.config import DEFAULT_WEIGHT_VERSION
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.sampling.wants import SAMPLES, Wants
 
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
@@ -49,6 +50,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
       Requests with an empty name share one.
     - `arrival`: `time.monotonic()` of the client.
     - `background`: it gets only what no other request waits for, see `Background`.
+    - `wants`: for other wants than samples, `sampling.max_new_tokens` is 0.
     - `shared_len`: length of a prefix that other prompts probably share, such as a system message, in tokens.
     """
 
@@ -66,6 +68,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     session: SessionTurn | None = None
     shared_len: int = 0
     background: bool = False
+    wants: Wants = SAMPLES
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
@@ -176,6 +179,7 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
       last token of a request is in the same message as its `Finished`, or in an earlier one.
     - `logprobs`: (request id, entry) of all requests that asked, streaming or not, in order of positions;
       `prompt_logprobs`: the same for prompt positions, before the first output token, in one list per message.
+    - `pooled`: (request id, float32 bytes) of requests that want a vector or scores, before their `Finished`.
     - `drafts`: int64 bytes `[requests, 3]`: id, drafts in this step, and accepted ones, of streaming requests with
       drafts. `Finished` has the sums, but a client that finds a stop string does not wait for it.
     """
@@ -186,6 +190,7 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     finished: list[Finished] = []
     logprobs: list[tuple[int, WireLogprob]] = []
     prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
+    pooled: list[tuple[int, bytes]] = []
     drafts: bytes = b""
 
 

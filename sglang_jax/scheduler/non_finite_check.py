@@ -34,9 +34,9 @@ _INVALID: Int32 = np.array(INVALID_TOKEN, np.int32)
 class NonFiniteCheck:
     """Keeps KV that is not finite from other requests.
 
-    A prompt's KV is in the tree before anything was sampled from it. If a sample or a prompt logprob is not finite, the
-    KV that the request computed is cut from the tree, and so is the KV that it read, if no request has sampled a finite
-    token from that. Only this request fails; one that read such KV of others is recomputed instead.
+    A prompt's KV is in the tree before anything was sampled from it. If a sample, a logprob or a vector is not finite,
+    the KV that the request computed is cut from the tree, and so is the KV that it read, if no request has sampled a
+    finite token from that. Only this request fails; one that read such KV of others is recomputed instead.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class NonFiniteCheck:
     def judge(self, planned: PlannedStep, result: StepResult) -> Verdict:
         """Checks the results of a step, before any are published. Call `prove` once the verdict is carried out."""
         last = _sampled_last(result, planned.picks)
-        if not planned.logprob_requests and not np.count_nonzero(last <= _INVALID):
+        if not planned.logprob_requests and not planned.pooled_chunks and not np.count_nonzero(last <= _INVALID):
             return _ALL_FINITE
         not_finite = [request for request in self._find_not_finite(planned, result, last) if self._rows.runs(request)]
         if not not_finite:
@@ -71,6 +71,11 @@ class NonFiniteCheck:
             for request, reported in zip(planned.logprob_requests, result.prompt_logprobs, strict=True)
             if np.isnan(reported.logprobs).any()
         ]
+        failed += [
+            chunk.request
+            for chunk, part in zip(planned.pooled_chunks, result.pooled, strict=True)
+            if not np.isfinite(part).all()
+        ]
         found = (self._rows.requests[row] for row in planned.sampling_rows[last <= INVALID_TOKEN].tolist())
         return failed + [request for request in found if request is not None and request not in failed]
 
@@ -89,7 +94,8 @@ class NonFiniteCheck:
         """Proves the KV read by requests that first sampled in this step, or whose proof is still open."""
         if not planned.chunks and not self._to_prove:
             return
-        sampled = [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.samples]
+        finite = (chunk.request for chunk in planned.chunks if chunk.last)
+        sampled = [request for request in finite if request.samples or request.is_pooled]
         waiting = self._to_prove + [(request, request.kv) for request in sampled if request.kv is not None]
         # A request that lost its row has sampled nothing from its present row.
         self._to_prove = [

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.runner.plan import (
@@ -17,6 +18,7 @@ from sglang_jax.runner.plan import (
     NO_UPDATES,
     Bool,
     Int32,
+    PooledPart,
     PromptLogprobs,
     RowUpdates,
     RunnerSpec,
@@ -24,6 +26,7 @@ from sglang_jax.runner.plan import (
     StepPlan,
     TextUpdate,
 )
+from sglang_jax.sampling.wants import PooledVector, TokenScores
 from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing, goes_by_priority
 from sglang_jax.scheduler.drafting import Drafting, FixedDrafts
 from sglang_jax.scheduler.recent_outputs import RecentOutputs
@@ -64,7 +67,7 @@ class PlannedStep(msgspec.Struct, frozen=True):
     - `sampling_rows`: `[samples]`, the decode rows first; `picks`: their indices in `plan.rows`, None if all sample.
     - `masked`: requests that sample under a mask, in order.
     - `newcomers`: requests with their first chunk in their row; `logprob_requests`: of `plan.prompt_logprobs`, in
-      order.
+      order; `pooled_chunks`: of `plan.pooled`, in order.
     """
 
     plan: StepPlan
@@ -75,6 +78,7 @@ class PlannedStep(msgspec.Struct, frozen=True):
     chunks: tuple[Chunk, ...] = ()
     newcomers: tuple[Request, ...] = ()
     logprob_requests: tuple[Request, ...] = ()
+    pooled_chunks: tuple[Chunk, ...] = ()
 
 
 class Planner:
@@ -93,6 +97,7 @@ class Planner:
         self._token_budget = spec.token_budget
         self._max_samples = spec.max_samples
         self._max_drafts = spec.max_drafts
+        self._pooling = spec.pooling
         self._drafting = drafting or FixedDrafts()
         self._most_queries = None if spec.drafts_with_prompts else spec.max_rows
         self._budget = budget
@@ -299,6 +304,7 @@ class Planner:
         (picks,) = samples.nonzero()
         masked, under_masks = self._masked(rows, samples)
         wanted = self._prompt_logprobs(chunks, count)
+        pooled = self._pooled(chunks, count)
         tokens = [chunk.request.token_slice(chunk.start, chunk.start + chunk.length) for chunk in chunks]
         lengths = np.array([chunk.length for chunk in chunks], np.int32)
         starts = np.array([chunk.start for chunk in chunks], np.int32)
@@ -318,10 +324,14 @@ class Planner:
             top_logprobs=self._top_logprobs(rows[picks]),
             prompt_logprobs=tuple(entry for _, entry in wanted),
             prompt_top_logprobs=_bucket(max((request.top_logprobs for request, _ in wanted), default=0)),
+            pooled=tuple([part for _, part in pooled]),
         )
         requests = tuple(request for request, _ in wanted)
         self._rows.last_step[rows] = step
-        return PlannedStep(plan, rows[picks], picks, decode, under_masks, tuple(chunks), newcomers, requests)
+        pooled_chunks = tuple([chunk for chunk, _ in pooled])
+        return PlannedStep(
+            plan, rows[picks], picks, decode, under_masks, tuple(chunks), newcomers, requests, pooled_chunks
+        )
 
     def _row_updates(self, newcomers: tuple[Request, ...]) -> RowUpdates:
         hints = () if self._recent is None else self._recent.take()
@@ -356,6 +366,26 @@ class Planner:
                 wanted.append((request, PromptLogprobs(index, target - 1 - chunk.start, targets)))
                 request.next_prompt_logprob = end
         return wanted
+
+    def _pooled(self, chunks: list[Chunk], first_sequence: int) -> list[tuple[Chunk, PooledPart]]:
+        found = []
+        for index, chunk in enumerate(chunks, first_sequence):
+            wants = chunk.request.wants
+            if isinstance(wants, TokenScores) and chunk.last:
+                found.append((chunk, PooledPart(index, np.array(wants.token_ids, np.int32))))
+            if isinstance(wants, PooledVector) and self._has_part(chunk):
+                found.append((chunk, PooledPart(index)))
+        return found
+
+    def _has_part(self, chunk: Chunk) -> bool:
+        """Whether a chunk has a part of its prompt's vector."""
+        match self._pooling:
+            case Pooling.MEAN:
+                return True
+            case Pooling.CLS:
+                return chunk.start == 0
+            case _:
+                return chunk.last
 
 
 def _bucket(count: int) -> int:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.errors import RequestError
 from sglang_jax.mem_cache.lengths import Index
-from sglang_jax.runner.plan import Int32, StepResult, TopLogprobs
+from sglang_jax.runner.plan import Float64, Int32, StepResult, TopLogprobs
 from sglang_jax.scheduler.messages import Channel, DraftCounts, Finished, Started, StepOutputs, WireError, WireLogprob
 from sglang_jax.scheduler.planner import PlannedStep
 from sglang_jax.scheduler.request import Request, RequestState
@@ -34,6 +34,7 @@ class Publisher:
         self._finished: list[Finished] = []
         self._logprobs: list[tuple[int, WireLogprob]] = []
         self._prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
+        self._pooled: list[tuple[int, bytes]] = []
         self._draft_counts = b""
 
     def drafts(self, rows: Index, drafted: NDArray[np.int64]) -> None:
@@ -119,6 +120,10 @@ class Publisher:
             entries = [_entry(token, reported, index, count) for index, token in enumerate(asked.targets.tolist())]
             self._prompt_logprobs.append((request.id, entries))
 
+    def pooled(self, request: Request, found: Float64) -> None:
+        """Publishes the vector or the scores of a request, `[numbers]`."""
+        self._pooled.append((request.id, found.astype("<f4").tobytes()))
+
     def first_prompt_token(self, request: Request) -> None:
         """Publishes a logprob of None for the first prompt token, which nothing predicts."""
         token = int(request.token_slice(0, 1)[0])
@@ -135,12 +140,13 @@ class Publisher:
                 finished=self._finished,
                 logprobs=self._logprobs,
                 prompt_logprobs=self._prompt_logprobs,
+                pooled=self._pooled,
                 drafts=self._draft_counts,
             )
         )
         self._draft_counts = b""
         self._ids, self._tokens = _NO_IDS, _NO_TOKENS
-        self._started, self._finished, self._logprobs, self._prompt_logprobs = [], [], [], []
+        self._started, self._finished, self._logprobs, self._prompt_logprobs, self._pooled = [], [], [], [], []
 
 
 def _entry(token: int, reported: TopLogprobs, index: int, count: int) -> WireLogprob:

@@ -11,8 +11,9 @@ from sglang_jax.grammar.interface import Matcher
 from sglang_jax.mem_cache.radix_tree import Bookmark, Namespace
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.queues.fair_queue import FlowKey
-from sglang_jax.runner.plan import Int32
+from sglang_jax.runner.plan import Float64, Int32
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.sampling.wants import SAMPLES, Samples, Wants
 from sglang_jax.scheduler.sessions import Turn
 
 
@@ -85,6 +86,8 @@ class Request:
     - `cached_tokens`: prompt tokens found in the prefix cache at its first admission, None before.
     - `matcher`: its position in its grammar, once that is compiled; it is that of the kept output.
     - `restarts`: times it was recomputed because shared KV was not finite; `retractions`: times pages were short.
+    - `wants`: what it wants; `needs_all_tokens`: no token of its prompt may come from the cache; `pooled`: the sum of
+      its vector's parts so far, None before the first.
     - `turn`: its turn of a session, None outside sessions; `arrival`: when its client sent it; `first_token`: when its
       first token was sampled, None before.
     """
@@ -116,6 +119,9 @@ class Request:
     matcher: Matcher | None = None
     restarts: int = 0
     retractions: int = 0
+    wants: Wants = SAMPLES
+    needs_all_tokens: bool = False
+    pooled: Float64 | None = None
     turn: Turn | None = None
     waiting: Waiting = field(default_factory=Waiting)
 
@@ -141,13 +147,20 @@ class Request:
 
     @property
     def samples(self) -> bool:
-        """False for a request that only scores its prompt."""
+        """False for a request that only scores its prompt, or wants its vector."""
         return self.total_len > self.prefill_len
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it wants a vector, or scores of tokens, and no samples."""
+        return not isinstance(self.wants, Samples)
 
     @property
     def match_limit(self) -> int:
         """Maximum tokens from the cache: the last token, and the position before each token whose logprob is wanted,
-        must be computed."""
+        must be computed, or all of them."""
+        if self.needs_all_tokens:
+            return 0
         limit = self.prefill_len - 1
         if self.next_prompt_logprob < self.prompt_len:
             limit = min(limit, max(self.next_prompt_logprob - 1, 0))

@@ -7,6 +7,7 @@ import numpy as np
 from sglang_jax.errors import ParameterError, PromptTooLongError, QueueFullError
 from sglang_jax.runner.plan import Int32, RunnerSpec
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from sglang_jax.sampling.wants import MAX_SCORED_TOKENS, Samples, TokenScores, check_wants
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.request import Request, RequestState
 
@@ -37,6 +38,7 @@ class RequestBuilder:
             most = -(-most // 2)  # the other half is left to requests whose clients wait
         if most is not None and num_waiting >= most:
             raise QueueFullError(f"{num_waiting} requests wait, the limit is {most}; try again later")
+        self._check_wants(message)
         prompt_len = self._check_prompt(message.token_ids, message.sampling.max_new_tokens != 0)
         message.sampling.check_vocabulary(self._spec.vocab_size)
         if not -1 <= message.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -65,8 +67,32 @@ class RequestBuilder:
             arrival=message.arrival,
             shared_len=message.shared_len,
             background=message.background,
+            wants=message.wants,
+            needs_all_tokens=self._spec.pooling is not None and self._spec.pooling.needs_all_tokens,
             state=RequestState.WAITING if message.sampling.grammar is None else RequestState.COMPILING,
         )
+
+    def _check_wants(self, message: NewRequest) -> None:
+        wants = message.wants
+        check_wants(wants, pools=self._spec.pooling is not None)
+        if isinstance(wants, Samples):
+            return
+        if message.sampling.max_new_tokens != 0 or message.logprob_start >= 0 or message.top_logprobs >= 0:
+            raise ParameterError("a request for a vector or for scores samples nothing and has no logprobs")
+        if not isinstance(wants, TokenScores):
+            return
+        ids = wants.token_ids
+        if not 1 <= len(ids) <= MAX_SCORED_TOKENS:
+            raise ParameterError(
+                f"scores of {len(ids)} tokens are asked for; the limits are 1 and {MAX_SCORED_TOKENS}",
+                param="label_token_ids",
+            )
+        outside = [token for token in ids if not 0 <= token < self._spec.vocab_size]
+        if outside:
+            raise ParameterError(
+                f"label_token_ids holds {outside[0]}, the vocabulary is [0, {self._spec.vocab_size - 1}]",
+                param="label_token_ids",
+            )
 
     def _check_prompt(self, token_ids: bytes, samples: bool) -> int:
         if not token_ids or len(token_ids) % 4:

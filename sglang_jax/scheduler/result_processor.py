@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepPlan, StepResult
@@ -13,7 +14,7 @@ from sglang_jax.scheduler.finisher import Finisher
 from sglang_jax.scheduler.non_finite_check import NonFiniteCheck
 from sglang_jax.scheduler.planner import PlannedStep
 from sglang_jax.scheduler.publisher import Publisher
-from sglang_jax.scheduler.request import RequestState
+from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.rows import Advance, Rows
 from sglang_jax.scheduler.step_log import StepLog
 
@@ -28,6 +29,7 @@ class ResultProcessor:
         publisher: Publisher,
         finisher: Finisher,
         log: StepLog,
+        pooling: Pooling | None = None,
     ) -> None:
         self._cache = cache
         self._rows = rows
@@ -36,6 +38,7 @@ class ResultProcessor:
         self._publisher = publisher
         self._finisher = finisher
         self._log = log
+        self._pooling = pooling
         self._finite_check = NonFiniteCheck(cache, rows)
         self._all_picks: Index = np.arange(len(rows.requests))
 
@@ -52,10 +55,27 @@ class ResultProcessor:
             self._publisher.prompt_logprobs(planned, result)
         if len(planned.sampling_rows):
             sampled += self._advance(planned.plan, result, planned.sampling_rows, planned.picks, result.counts)
+        if planned.pooled_chunks:
+            self._add_pooled(planned, result)
         for chunk in planned.chunks:
             if chunk.last and not chunk.request.samples and chunk.request.state is RequestState.DECODE:
-                self._finisher.end(chunk.request, "length", insert=True)
+                self._end_prompt(chunk.request)
         return sampled
+
+    def _add_pooled(self, planned: PlannedStep, result: StepResult) -> None:
+        """Adds parts of vectors to those of earlier chunks."""
+        for chunk, part in zip(planned.pooled_chunks, result.pooled, strict=True):
+            request = chunk.request
+            if not self._rows.runs(request):
+                continue
+            request.pooled = part if request.pooled is None else request.pooled + part
+
+    def _end_prompt(self, request: Request) -> None:
+        """Ends a request that samples nothing, after its last chunk."""
+        if request.pooled is not None:
+            parts = request.prompt_len if self._pooling is Pooling.MEAN else 1
+            self._publisher.pooled(request, request.pooled / parts)
+        self._finisher.end(request, "length", insert=True)
 
     def _note_drafts(self, rows: Index, widths: Int32, counts: Int32) -> None:
         self._drafting.observe(rows, widths, counts)

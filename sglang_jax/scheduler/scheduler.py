@@ -114,7 +114,14 @@ class Scheduler:
         of_background = Admission(self.cache, self.rows, self.background_queue, self.reserve, background=True)
         self.background = Background(self._admission, of_background, self.rows, self._finisher)
         self._results = ResultProcessor(
-            self.cache, self.rows, self._drafting, self.constraints, self._publisher, self._finisher, self.log
+            self.cache,
+            self.rows,
+            self._drafting,
+            self.constraints,
+            self._publisher,
+            self._finisher,
+            self.log,
+            runner.spec.pooling,
         )
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from helpers.caches import states_of
 from helpers.fake_grammars import FakeCompiler, FakeGrammars
 
 from sglang_jax.architectures import CacheKind, group_names
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.config import EngineConfig
 from sglang_jax.mem_cache.guesses import Guesses
 from sglang_jax.mem_cache.ledger import OwnershipError
@@ -22,6 +23,7 @@ from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.sampling.wants import POOLED, TokenScores
 from sglang_jax.scheduler.messages import (
     DraftCounts,
     Finished,
@@ -38,6 +40,7 @@ Sees = int | None | CacheKind
 
 VOCAB = 40
 EOS = 0
+POOLED_WIDTH = 3
 
 
 class RecordingChannel:
@@ -51,6 +54,7 @@ class RecordingChannel:
         self.cached: dict[int, int] = {}
         self.logprobs: dict[int, list[tuple[int, float | None]]] = {}
         self.prompt_logprobs: dict[int, list[tuple[int, float | None]]] = {}
+        self.pooled: dict[int, list[float]] = {}
         self.drafts: dict[int, DraftCounts] = {}
 
     def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
@@ -73,6 +77,10 @@ class RecordingChannel:
             self.logprobs.setdefault(request_id, []).append((entry.token_id, entry.logprob))
         for request_id, entries in message.prompt_logprobs:
             self.prompt_logprobs.setdefault(request_id, []).extend((e.token_id, e.logprob) for e in entries)
+        for request_id, numbers in message.pooled:
+            assert request_id not in self.pooled, "a vector twice"
+            assert request_id not in self.finished, "a vector after the end"
+            self.pooled[request_id] = np.frombuffer(numbers, "<f4").tolist()
         for request_id, drafts, right in np.frombuffer(message.drafts, np.int64).reshape(-1, 3).tolist():
             assert request_id not in self.finished, "drafts after the end"
             told = self.drafts.get(request_id, DraftCounts(0, 0, 0))
@@ -120,7 +128,8 @@ class Bench:
     `window`: what the first group of layers sees; `more`: the same, with pages (slots), for further groups;
     `max_samples`: maximum tokens of a row in a step, above 1 with drafts; `max_drafts`: of a step; `least_gain`,
     `gain_over_loss`: of snapshots; `tails`: where prompts are guessed to diverge at first, at a cost of one token each;
-    None: as on a server, which makes no guess for prompts of fewer than 200 tokens.
+    None: as on a server, which makes no guess for prompts of fewer than 200 tokens; `pooling`: every request wants a
+    vector.
     """
 
     pages: int = 64
@@ -141,6 +150,7 @@ class Bench:
     gain_over_loss: int = 1
     max_drafts: int | None = None
     tails: tuple[int, ...] | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         groups = ((self.window, self.pages), *self.more)
@@ -153,6 +163,8 @@ class Bench:
             VOCAB,
             max_samples=self.max_samples,
             max_drafts=self.max_drafts,
+            pooling=self.pooling,
+            pooled_width=0 if self.pooling is None else POOLED_WIDTH,
         )
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
@@ -178,6 +190,7 @@ class Bench:
         self.requests: dict[int, NewRequest] = {}
         self.logprob_starts: dict[int, int] = {}
         self.wanted: dict[int, list[int]] = {}
+        self.wanted_pooled: dict[int, list[float]] = {}
         self._next_id = 1
 
     def add(self, prompt: list[int], max_new_tokens: int = 8, *, seed: int = 5, **fields: object) -> int:
@@ -188,6 +201,13 @@ class Bench:
         assert isinstance(sampling, SamplingParams)
         namespace = fields.get("extra_key")
         assert namespace is None or isinstance(namespace, str)
+        wants = fields.get("wants")
+        if self.pooling is not None:
+            sampling = replace(sampling, max_new_tokens=0, grammar=None)
+            fields |= {"wants": POOLED, "top_logprobs": -1, "logprob_start": -1}
+            self.wanted_pooled[request_id] = self.oracle.pooled(prompt, self.pooling, POOLED_WIDTH, namespace)
+        elif isinstance(wants, TokenScores):
+            self.wanted_pooled[request_id] = self.oracle.token_scores(prompt, wants.token_ids, namespace)
         self.wanted[request_id] = self._wanted(prompt, sampling, namespace)
         self.prompts[request_id] = prompt
         self.logprob_starts[request_id] = int(fields.get("logprob_start", -1))  # type: ignore[call-overload]
@@ -225,6 +245,7 @@ class Bench:
         for request_id, finished in self.channel.finished.items():
             if finished.kind in ("stop", "length"):
                 assert self.channel.output(request_id) == self.wanted[request_id], f"request {request_id}"
+                assert self.channel.pooled.get(request_id) == self.wanted_pooled.get(request_id)
 
 
 def pools_of(groups: Sequence[tuple[Sees, int]], page_size: int) -> tuple[PoolSpec, ...]:

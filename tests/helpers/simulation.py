@@ -32,10 +32,12 @@ from hypothesis.stateful import (
 )
 
 from sglang_jax.architectures import CacheKind
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.config import EvictionPolicy, SchedulePolicy
 from sglang_jax.mem_cache.group import WindowGroup
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.sampling.wants import TokenScores
 from sglang_jax.scheduler.non_finite_check import MAX_RESTARTS
 
 FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for position in range(48)) for k in range(3))
@@ -86,6 +88,7 @@ SIZES: dict[str, Strategy] = {
     "least_gain": st.sampled_from([1, 1, 8]),
     "gain_over_loss": st.sampled_from([0, 0, 1, 8]),
     "track": st.sampled_from([0, 1, 8]),
+    "pooling": st.none(),
 }
 """The choices of a schedule before it starts: arguments of `Simulation.start`."""
 
@@ -124,6 +127,7 @@ class Simulation(RuleBasedStateMachine):
         least_gain: int,
         gain_over_loss: int,
         track: int,
+        pooling: Pooling | None,
     ) -> None:
         options = {
             "schedule_policy": policy,
@@ -136,6 +140,8 @@ class Simulation(RuleBasedStateMachine):
         if self.subject is not None:
             page_size = min(self.subject.page_sizes, key=lambda known: abs(known - page_size))
             groups = self.subject.windows
+            drafts, pooling = 0, None
+        if pooling is not None:
             drafts = 0
         budget = max(chunk, 2 * rows)
         numbers = [slots if sees is STATE else (siblings if place else pages) for place, sees in enumerate(groups)]
@@ -151,6 +157,7 @@ class Simulation(RuleBasedStateMachine):
             least_gain=least_gain,
             gain_over_loss=gain_over_loss,
             tails=(2, 9, 20) if track else None,
+            pooling=pooling,
         )
         admission = self.bench.scheduler._admission
         admission.aged_turn = aged_turn
@@ -470,6 +477,24 @@ class Simulation(RuleBasedStateMachine):
                 for place, (token, logprob) in enumerate(found, first):
                     assert token == tokens[place]
                     assert logprob == pytest.approx(logprobs[place], abs=1e-3, nan_ok=True)
+
+
+class PoolingSimulation(Simulation):
+    """Engines whose requests all want vectors, and others, some of whose requests want scores of tokens."""
+
+    @precondition(lambda self: self.bench.pooling is None)
+    @rule(
+        family=st.sampled_from(FAMILIES),
+        shared=st.integers(1, 48),
+        tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
+        namespace=st.sampled_from([None, None, "other"]),
+    )
+    def score(self, family: tuple[int, ...], shared: int, tokens: list[int], namespace: str | None) -> None:
+        """Scores of tokens after a prompt."""
+        prompt = list(family[:shared])[: self.bench.context - 1]
+        wants = TokenScores(tuple(tokens))
+        self.live.append(self.bench.add(prompt, 0, extra_key=namespace, wants=wants))
+        type(self).met["scores of tokens"] += 1
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from helpers.simulated_conversations import ConversationSimulation
 from helpers.simulated_doubt import DoubtSimulation, ShortenedSimulation
 from helpers.simulated_grammars import GrammarSimulation
 from helpers.simulated_sessions import SessionSimulation
-from helpers.simulation import Simulation, Strategy, simulate
+from helpers.simulation import PoolingSimulation, Simulation, Strategy, simulate
 from hypothesis import strategies as st
 
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.config import SchedulePolicy
 
 PREFIXES_STAY: dict[str, Strategy] = {
@@ -52,6 +53,14 @@ def test_schedules_with_kv_in_doubt() -> None:
     assert met["computed anew"] >= 10, met
 
 
+POOLINGS: dict[str, Strategy] = {"pooling": st.sampled_from([None, *Pooling])}
+
+
+def test_schedules_with_vectors_and_scores() -> None:
+    met = simulate(50, kind=PoolingSimulation, sizes=POOLINGS)
+    assert met["scores of tokens"] >= 10, met
+
+
 @pytest.mark.parametrize("kind", [ShortenedSimulation, ConversationSimulation])
 def test_schedules_that_find_planted_faults_pass_without_them(kind: type[Simulation]) -> None:
     simulate(40, kind=kind)
@@ -64,6 +73,7 @@ EVERY_KIND = [
     ShortenedSimulation,
     ConversationSimulation,
     SessionSimulation,
+    PoolingSimulation,
 ]
 
 
@@ -71,4 +81,4 @@ EVERY_KIND = [
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_soak(kind: type[Simulation]) -> None:
-    simulate(30_000, steps=60, kind=kind)
+    simulate(30_000, steps=60, kind=kind, sizes=POOLINGS if kind is PoolingSimulation else {})

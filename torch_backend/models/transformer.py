@@ -31,6 +31,7 @@ from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, table_for
 from torch_backend.layers.norm import Norm
 from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
+from torch_backend.layers.pooler import PooledHead
 from torch_backend.layers.shard import ModelShard
 from torch_backend.layers.shards import TreeSums, of_shard
 from torch_backend.models.decoder_layer import DecoderLayer
@@ -145,7 +146,11 @@ class Transformer(nn.Module):
         self.final_norm = Norm(
             config.hidden_size, config.final_norm, Part.FINAL_NORM, dtype=dtype, operations=operations
         )
-        self.head = Head(config.vocab_size, options, self.shards)
+        self.head: Head | PooledHead
+        if config.pooler is None:
+            self.head = Head(config.vocab_size, options, self.shards)
+        else:
+            self.head = PooledHead(config.pooler, config.hidden_size)
         self.tied = config.tie_word_embeddings
         if self.tied:
             self.tie()
@@ -169,6 +174,7 @@ class Transformer(nn.Module):
     def tie(self) -> None:
         """Makes the embeddings the head, too, with their present values; rows of a head in blocks are looked up
         there."""
+        assert isinstance(self.head, Head), "a pooler is not tied to embeddings"
         for linear, embedding in zip(self.head.linears, self.embeddings, strict=True):
             if isinstance(linear.matrix, QuantisedMatrix | GroupedMatrix):
                 embedding.matrix = linear.matrix
@@ -252,7 +258,8 @@ class Transformer(nn.Module):
         return compute
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`, on every rank."""
+        """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`, on every rank; of a model with a pooler, vectors
+        or scores `[m, width]`."""
         found: torch.Tensor = self.head(hidden)
         if self.config.logit_multiplier != 1.0:
             found = found * self.config.logit_multiplier
@@ -264,9 +271,10 @@ class Transformer(nn.Module):
         """Changes loaded matrices to a layout, one at a time, so that at most one of them is in memory twice. Tied
         embeddings stay in memory in both layouts: rows are looked up in the plain one."""
         freed = FreedMemory()
+        tied = self.head.linears if self.tied and isinstance(self.head, Head) else ()
         for module in self.modules():
             if isinstance(module, Linear):
-                module.repack(layout, keep_plain=self.tied and module in self.head.linears)
+                module.repack(layout, keep_plain=module in tied)
                 freed.add(sum(each.nbytes for each in module.matrix.parameters()))
         freed.give_back()
 

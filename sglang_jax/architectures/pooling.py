@@ -1,0 +1,45 @@
+"""What a model gives for a text instead of next tokens: one vector, or a score of each label."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Pooling(StrEnum):
+    """Which tokens' hidden states, after the final norm, make a text's vector: that of the last token, the mean of all,
+    or that of the first (which has seen all others only if attention is not causal)."""
+
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether tokens whose keys and values are cached must be computed, too."""
+        return self is not Pooling.LAST
+
+
+class Activation(StrEnum):
+    """How the scores of labels become probabilities: over all labels, of each separately, or not at all."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooler:
+    """- `labels`: names of the rows of a matrix by which the pooled vector is multiplied; empty if the vector is the
+    result. `bias`: whether a bias is added to the scores.
+    - `normalised`: vectors are divided by their length. `activation`: of scores."""
+
+    pooling: Pooling
+    labels: tuple[str, ...] = ()
+    bias: bool = False
+    normalised: bool = True
+    activation: Activation = Activation.SOFTMAX
+
+    def width(self, hidden_size: int) -> int:
+        """Numbers in a result: scores, or those of the vector."""
+        return len(self.labels) or hidden_size

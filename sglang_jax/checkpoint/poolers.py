@@ -1,0 +1,171 @@
+"""Finds what a checkpoint gives for a text: next tokens, a vector, or scores of labels.
+
+Vectors are described by sentence-transformers' files (`modules.json` and those that it names), by the class in
+config.json, or by the metadata of a GGUF file; labels by the class and its `id2label`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from sglang_jax.architectures.files import read_file
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.pooling import Activation, Pooler, Pooling
+from sglang_jax.architectures.registry import CLASSIFIER, pooled_class
+from sglang_jax.checkpoint.gguf_file import GgufFile
+from sglang_jax.config import PoolingType, Task
+from sglang_jax.errors import CheckpointError, ConfigError, quote
+
+_MODULES = "modules.json"
+_MAX_BYTES = 1 << 20
+_MAX_LABELS = 65536
+
+_OLD_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+"""Fields of a pooling's config.json up to sentence-transformers 5, and their names in `pooling_mode` since."""
+
+_POOLINGS = {"cls": Pooling.CLS, "mean": Pooling.MEAN, "lasttoken": Pooling.LAST, "last": Pooling.LAST}
+
+_OF_GGUF = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST}
+_RANK_OF_GGUF = 4
+
+_ACTIVATIONS = {"Identity": Activation.NONE, "Sigmoid": Activation.SIGMOID, "Softmax": Activation.SOFTMAX}
+
+
+def pooler_of_folder(folder: Path, task: Task, pooling: PoolingType) -> Pooler | None:
+    """What a Hugging Face folder gives, None for next tokens; `task` and `pooling` decide where they are not auto.
+    Raises `CheckpointError` for a pooling that is not supported, `ConfigError` for options that do not fit."""
+    fields = JsonFields.read(folder / "config.json")
+    kind = pooled_class(fields)
+    stored = _of_sentence_transformers(folder)
+    if task is Task.AUTO:
+        task = _task_of(kind, stored)
+    match task:
+        case Task.GENERATE:
+            _refuse_pooling(pooling)
+            return None
+        case Task.CLASSIFY:
+            if kind != CLASSIFIER:
+                raise ConfigError(
+                    f"task classify needs a checkpoint with a matrix of labels, a class that ends with {CLASSIFIER}; "
+                    f"{folder / 'config.json'} has {quote(fields.value('architectures'))}"
+                )
+            return _classifier(fields, pooling)
+    found = stored or Pooler(pooling=Pooling.LAST)
+    return found if pooling is PoolingType.AUTO else Pooler(pooling=Pooling(pooling.value), normalised=found.normalised)
+
+
+def pooler_of_gguf(file: GgufFile, task: Task, pooling: PoolingType) -> Pooler | None:
+    """The same of a GGUF file. Raises as `pooler_of_folder`."""
+    name = file.require("general.architecture", str)
+    stored = file.get(f"{name}.pooling_type", int) or 0
+    if task is Task.CLASSIFY or (task is Task.AUTO and stored == _RANK_OF_GGUF):
+        raise ConfigError(f"{file.path}: labels of GGUF files are not supported; give the Hugging Face folder")
+    if task is Task.GENERATE or (task is Task.AUTO and stored == 0):
+        _refuse_pooling(pooling)
+        return None
+    if pooling is PoolingType.AUTO and stored and stored not in _OF_GGUF:
+        raise CheckpointError(f"{file.path}: {name}.pooling_type is {stored}; supported: {sorted(_OF_GGUF)}")
+    return Pooler(pooling=_OF_GGUF.get(stored, Pooling.LAST) if pooling is PoolingType.AUTO else Pooling(pooling.value))
+
+
+def bare_names(names: Collection[str]) -> dict[str, str]:
+    """Tensors of a checkpoint of a decoder without its head, which may lack the prefix `model.`: names in a checkpoint
+    with a head → names in this one."""
+    if any(name.startswith("model.") for name in names):
+        return {name: name for name in names}
+    whole = ("score.", "lm_head.")
+    return {name if name.startswith(whole) else f"model.{name}": name for name in names}
+
+
+def _task_of(kind: str | None, stored: Pooler | None) -> Task:
+    if kind == CLASSIFIER:
+        return Task.CLASSIFY
+    return Task.GENERATE if kind is None and stored is None else Task.EMBED
+
+
+def _refuse_pooling(pooling: PoolingType) -> None:
+    if pooling is not PoolingType.AUTO:
+        raise ConfigError(f"pooling {pooling.value} needs task embed: this model generates text")
+
+
+def _classifier(fields: JsonFields, pooling: PoolingType) -> Pooler:
+    labels = fields.nested("id2label")
+    names = ["LABEL_0", "LABEL_1"]  # transformers' default
+    if labels is not None:
+        numbers = {int(key) for key in labels.values if key.isdecimal()}
+        if not 0 < len(labels.values) <= _MAX_LABELS or numbers != set(range(len(labels.values))):
+            raise CheckpointError(
+                f"{fields.file}: id2label must name 1 to {_MAX_LABELS} labels, numbered from 0; got "
+                f"{quote(list(labels.values))}"
+            )
+        names = [str(labels.values[str(number)]) for number in range(len(numbers))]
+    if pooling is PoolingType.MEAN:
+        raise ConfigError("pooling mean is not supported with task classify; supported: last, cls")
+    chosen = Pooling.LAST if pooling is PoolingType.AUTO else Pooling(pooling.value)
+    return Pooler(pooling=chosen, labels=tuple(names), activation=_activation(fields, len(names)))
+
+
+def _activation(fields: JsonFields, labels: int) -> Activation:
+    own = fields.nested("sentence_transformers")
+    stored = None if own is None else own.string("activation_fn")
+    if stored is not None:
+        name = stored.rsplit(".", 1)[-1]
+        if name not in _ACTIVATIONS:
+            raise CheckpointError(
+                f"{fields.file}: sentence_transformers.activation_fn is {quote(stored)}; supported: "
+                f"{', '.join(_ACTIVATIONS)}"
+            )
+        return _ACTIVATIONS[name]
+    match fields.string("problem_type"):
+        case "regression":
+            return Activation.NONE
+        case "multi_label_classification":
+            return Activation.SIGMOID
+        case _:
+            return Activation.SIGMOID if labels == 1 else Activation.SOFTMAX
+
+
+def _of_sentence_transformers(folder: Path) -> Pooler | None:
+    file = folder / _MODULES
+    if not file.is_file():
+        return None
+    try:
+        modules = json.loads(read_file(file, _MAX_BYTES))
+        kinds = [(str(each["type"]).rsplit(".", 1)[-1], str(each.get("path", ""))) for each in modules]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not a list of sentence-transformers' modules: {error}") from error
+    pooling = [path for kind, path in kinds if kind == "Pooling"]
+    if not pooling:
+        return None
+    others = [kind for kind, _ in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    if others or len(pooling) > 1 or any(path for kind, path in kinds if kind == "Transformer"):
+        raise CheckpointError(
+            f"{file}: modules {', '.join(kind for kind, _ in kinds)} are not supported; supported: a Transformer in "
+            "this folder, a Pooling, and Normalize"
+        )
+    place = (folder / pooling[0] / "config.json").resolve()
+    if not place.is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{file}: the path {quote(pooling[0])} of its Pooling leads out of the folder")
+    normalised = any(kind == "Normalize" for kind, _ in kinds)
+    return Pooler(pooling=_stored_pooling(JsonFields.read(place)), normalised=normalised)
+
+
+def _stored_pooling(fields: JsonFields) -> Pooling:
+    mode = fields.value("pooling_mode")
+    modes = [mode] if isinstance(mode, str) else mode
+    if modes is None:
+        modes = [name for field, name in _OLD_MODES.items() if fields.boolean(field)]
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise CheckpointError(f"{fields.file}: the pooling is {quote(modes)}; supported: one of {', '.join(_POOLINGS)}")
+    if fields.boolean("include_prompt") is False:
+        raise CheckpointError(f"{fields.file}: include_prompt false is not supported")
+    return _POOLINGS[modes[0]]
