@@ -91,6 +91,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "admin_api_key_file",
         "chat_template",
         "files_dir",
+        "otlp_traces_endpoint",
     }
 )
 """Options whose default depends on the model, the device or the environment, or is None."""

@@ -53,7 +53,7 @@ SUMMARIES: Mapping[OptionGroup, str] = {
     OptionGroup.CHAT: "chat template, tool calls, reasoning",
     OptionGroup.LIMITS: "maximum sizes of requests, connections",
     OptionGroup.STORAGE: "stored responses, files and batches of clients",
-    OptionGroup.MONITORING: "logs",
+    OptionGroup.MONITORING: "logs and traces",
 }
 """One line about each group."""
 
@@ -174,7 +174,7 @@ FIELDS: Mapping[OptionGroup, Sequence[str]] = {
         "max_files_bytes",
         "max_batch_lines",
     ),
-    OptionGroup.MONITORING: ("log_level", "log_format"),
+    OptionGroup.MONITORING: ("log_level", "log_format", "otlp_traces_endpoint"),
 }
 """The fields of `EngineConfig` and `ServerConfig` by group, in the order of help and documentation. Groups up to
 `DEVELOPMENT` are the engine's, the others the server's."""

@@ -39,6 +39,19 @@ class SessionTurnInput:
     whole: bool = False
 
 
+class Progress(Protocol):
+    """Where a link reports what happens to a prompt's completions. Its methods run on the event loop and return at
+    once."""
+
+    def started(self, index: int, queue_seconds: float) -> None:
+        """Completion `index` has got a row, after it waited for `queue_seconds`."""
+        ...
+
+    def retracted(self, index: int) -> None:
+        """Completion `index` has lost its row, and waits for another."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateInput:
     """One prompt, as a client asks for it. `sampling.n > 1` gives n outputs with `index` 0..n-1.
@@ -59,6 +72,7 @@ class GenerateInput:
     - `session`: the prompt is the next turn of a session that belongs to the request's tenant.
     - `shared_len`: the number of the prompt's first tokens that other prompts probably share. Layers that keep states
       store a snapshot there.
+    - `progress`: what the link tells when completions start; other servers do not tell it.
     """
 
     prompt: str | Sequence[int] | NDArray[np.int32]
@@ -75,6 +89,7 @@ class GenerateInput:
     continues_text: bool = True
     session: SessionTurnInput | None = None
     shared_len: int = 0
+    progress: Progress | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

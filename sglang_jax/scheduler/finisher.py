@@ -160,6 +160,7 @@ class Finisher:
         request.next_prompt_logprob = request.published_prompt_logprob
         request.announced = False
         request.move_to(RequestState.RETRACTED)
+        self._publisher.retracted(request)
         self._rows.leave(request, insert=False, requeue=True)
 
     def _known_tokens(self, request: Request) -> bytes:

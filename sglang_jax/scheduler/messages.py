@@ -178,6 +178,7 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
       `prompt_logprobs`: the same for prompt positions, before the first output token, in one list per message.
     - `drafts`: int64 bytes `[requests, 3]`: id, drafts in this step, and accepted ones, of streaming requests with
       drafts. `Finished` has the sums, but a client that finds a stop string does not wait for it.
+    - `retracted`: ids of requests that lost their rows and are back in the queue.
     """
 
     ids: bytes
@@ -187,6 +188,7 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     logprobs: list[tuple[int, WireLogprob]] = []
     prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
     drafts: bytes = b""
+    retracted: list[int] = []
 
 
 class GroupUsage(msgspec.Struct, frozen=True):

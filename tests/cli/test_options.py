@@ -132,6 +132,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_tools_per_request": 5,
     "log_level": "debug",
     "log_format": "json",
+    "otlp_traces_endpoint": "http://collector:4318/v1/traces",
 }
 
 
