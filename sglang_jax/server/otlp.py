@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from opentelemetry import propagate
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span as OtelSpan
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from sglang_jax.about import version
 from sglang_jax.server.tracing import Span, Value
@@ -28,6 +29,12 @@ TRACES_PATH = "/v1/traces"
 FLUSH_SECONDS = 5.0
 """Maximum seconds at shutdown to send the spans that are left."""
 
+W3C = TraceContextTextMapPropagator()
+"""Reads and writes `traceparent` and `tracestate`. Not baggage: spans here have none of it."""
+
+HEADERS_LOGGER = "opentelemetry.trace.span"
+"""Logs each invalid `tracestate`, with its text: clients could fill a disk."""
+
 SERVICE_NAME = "sglang-jax"
 """The service's name in traces, unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` has one."""
 
@@ -38,6 +45,7 @@ class OtlpSpans:
     """
 
     def __init__(self, endpoint: str) -> None:
+        logging.getLogger(HEADERS_LOGGER).setLevel(logging.ERROR)
         defaults = Resource.create({"service.name": SERVICE_NAME, "service.version": version()})
         self._provider = TracerProvider(
             resource=defaults.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
@@ -47,7 +55,7 @@ class OtlpSpans:
 
     def start(self, name: str, headers: Mapping[str, str], start: int, attributes: Mapping[str, Value]) -> Span:
         span = self._tracer.start_span(
-            name, propagate.extract(headers), SpanKind.SERVER, attributes=dict(attributes), start_time=start
+            name, W3C.extract(headers, Context()), SpanKind.SERVER, attributes=dict(attributes), start_time=start
         )
         return _RequestSpan(self._tracer, span)
 
@@ -66,7 +74,7 @@ class _RequestSpan:
     def __init__(self, tracer: Tracer, span: OtelSpan) -> None:
         self._tracer = tracer
         self._span = span
-        self._context = set_span_in_context(span)
+        self._context = set_span_in_context(span, Context())
 
     @property
     def recording(self) -> bool:
@@ -74,7 +82,7 @@ class _RequestSpan:
 
     def headers(self) -> dict[str, str]:
         headers: dict[str, str] = {}
-        propagate.inject(headers, self._context)
+        W3C.inject(headers, self._context)
         return headers
 
     def child(

@@ -68,7 +68,8 @@ class Collector:
 
 
 @contextmanager
-def run_collector() -> Iterator[Collector]:
+def run_collector(answers: threading.Event | None = None) -> Iterator[Collector]:
+    """Runs a collector while the context is open. `answers`: it answers only once this is set."""
     collector = Collector(0)
 
     class Handler(BaseHTTPRequestHandler):
@@ -76,6 +77,8 @@ def run_collector() -> Iterator[Collector]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
+            if answers is not None:
+                answers.wait()
             collector.paths.append(self.path)
             collector.raw.append(body)
             for group in ExportTraceServiceRequest.FromString(body).resource_spans:

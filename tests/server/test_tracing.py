@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import itertools
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -87,6 +86,16 @@ def post(server: EchoServer, path: str, body: dict[str, Any], trace_id: str, sta
     response = server.http.post(path, json=body, headers=headers(trace_id))
     assert response.status_code == status, response.text
     return response.json()
+
+
+def answered(collector: Collector, response_id: str) -> SeenSpan:
+    """The span of the request with this answer."""
+
+    def found() -> list[SeenSpan]:
+        return [span for span in list(collector.spans) if span.attributes.get("gen_ai.response.id") == response_id]
+
+    wait_for(lambda: bool(found()))
+    return found()[0]
 
 
 def check_tree(spans: list[SeenSpan], completions: int = 1) -> SeenSpan:
@@ -235,13 +244,40 @@ def test_an_unsampled_trace_is_not_sent(server: EchoServer, collector: Collector
 def test_other_routes_and_requests_without_a_parent(server: EchoServer, collector: Collector) -> None:
     server.http.get("/v1/models", headers=headers(other := next(NAMES)))
     answer = server.http.post("/v1/completions", json=BODIES["/v1/completions"]).json()
-
-    def own() -> list[SeenSpan]:
-        return [span for span in list(collector.spans) if span.attributes.get("gen_ai.response.id") == answer["id"]]
-
-    wait_for(lambda: bool(own()))
-    assert own()[0].parent_id == ""
+    assert answered(collector, answer["id"]).parent_id == ""
     assert other not in {span.trace_id for span in collector.spans}
+
+
+@pytest.mark.parametrize("given", ["nonsense", f"00-{'0' * 32}-{CALLER}-01", f"ff-{'a' * 32}-{CALLER}-01-more"])
+def test_an_invalid_parent_is_ignored_without_a_log_line(
+    server: EchoServer, collector: Collector, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    sent: list[dict[str, str | bytes]] = [
+        {"traceparent": given},
+        {**headers(trace_id := next(NAMES)), "tracestate": b"a=\xe9, =, b", "baggage": ";;;" * 3000},
+    ]
+    ids = [
+        server.http.post("/v1/completions", json=BODIES["/v1/completions"], headers=each).json()["id"] for each in sent
+    ]
+    assert collector.trace(trace_id)[0].state == ""
+    assert answered(collector, ids[0]).parent_id == ""
+    assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
+
+
+def test_a_stream_that_fails_later_has_its_error(collector: Collector) -> None:
+    trace_id = next(NAMES)
+    body = {"prompt": "a" * 1000, "max_tokens": 1000, "stream": True}
+    with (
+        serve_echo(model_path="echo:0.02", otlp_traces_endpoint=collector.url) as dying,
+        dying.http.stream("POST", "/v1/completions", json=body, headers=headers(trace_id)) as response,
+    ):
+        parts = response.iter_text()
+        next(parts)
+        dying.await_(dying.engine.close())
+        assert "engine_dead" in "".join(parts)
+    request = check_tree(collector.trace(trace_id))
+    assert request.attributes["http.response.status_code"] == 200
+    assert request.attributes["error.type"] == "engine_dead"
 
 
 def test_a_stream_that_its_client_cuts_off(slow: EchoServer, collector: Collector) -> None:
@@ -339,16 +375,19 @@ def test_a_collector_that_does_not_answer_delays_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(otlp, "FLUSH_SECONDS", 0.1)
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
-    before = set(threading.enumerate())
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with serve_echo(load_fake_model, page_size=4, otlp_traces_endpoint=url) as server:
-            for _ in range(10):  # 40 spans, of which the queue keeps 8
+    before, answers = set(threading.enumerate()), threading.Event()
+    with run_collector(answers) as collector:
+        with serve_echo(load_fake_model, page_size=4, otlp_traces_endpoint=collector.url) as server:
+            for _ in range(10):
                 answer = server.http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2})
                 assert answer.status_code == 200
-        left = {thread.name: thread.daemon for thread in threading.enumerate() if thread not in before}
-        assert left["OtelBatchSpanRecordProcessor"]  # the export still waits, and does not keep the process alive
-        assert left["last-traces"]
+        new = {thread.name: thread for thread in threading.enumerate() if thread not in before}
+        waiting = [new["OtelBatchSpanRecordProcessor"], new["last-traces"]]
+        assert all(thread.daemon for thread in waiting)  # which do not keep the process alive
+        answers.set()
+        for thread in waiting:
+            thread.join(30)
+        assert 0 < len(collector.spans) <= 4 + 8  # of 40: a batch, and the queue
 
 
 def test_the_last_spans_are_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
