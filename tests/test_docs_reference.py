@@ -26,7 +26,8 @@ from sglang_jax.batch.served import record as batch_record
 from sglang_jax.batch.served.routes import serve_batches
 from sglang_jax.cli.main import cli
 from sglang_jax.cli.options import flag_name
-from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.config import EngineConfig, OptionGroup, ServerConfig
+from sglang_jax.config.groups import FIELDS, SUMMARIES
 from sglang_jax.engine.engine import RequestOptions
 from sglang_jax.engine.types import FinishKind, GenerateOutput, ReplicaLoad, ReplicaState, TokenLogprob
 from sglang_jax.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
@@ -90,6 +91,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "admin_api_key_file",
         "chat_template",
         "files_dir",
+        "otlp_traces_endpoint",
     }
 )
 """Options whose default depends on the model, the device or the environment, or is None."""
@@ -136,14 +138,21 @@ def code_words(text: str) -> set[str]:
     return {word for span in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[A-Za-z_][A-Za-z0-9_]*", span)}
 
 
-def test_the_flags_are_those_of_the_server() -> None:
-    flags = [row[0].strip("`") for row in table_rows(section(OPERATIONS, "## Flags"))]
-    assert flags == [flag_name(field) for field in ServerConfig.model_fields]
+def test_the_flags_are_those_of_the_server_in_the_groups_of_help() -> None:
+    parts = re.split(r"^\*\*`(\w+)`\*\*: (.*)$", section(OPERATIONS, "## Flags"), flags=re.MULTILINE)[1:]
+    described = [
+        (group, summary, [row[0].strip("`") for row in table_rows(table)])
+        for group, summary, table in zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    ]
+    assert described == [
+        (group, SUMMARIES[group], [flag_name(field) for field in fields]) for group, fields in FIELDS.items()
+    ]
 
 
-def test_the_engine_has_the_flags_up_to_debug_memory() -> None:
-    assert list(EngineConfig.model_fields)[-1] == "debug_memory"
-    assert list(ServerConfig.model_fields)[: len(EngineConfig.model_fields)] == list(EngineConfig.model_fields)
+def test_the_engine_has_the_groups_up_to_development() -> None:
+    groups = list(FIELDS)
+    engine = groups[: groups.index(OptionGroup.DEVELOPMENT) + 1]
+    assert {field for group in engine for field in FIELDS[group]} == set(EngineConfig.model_fields)
 
 
 @pytest.mark.parametrize("row", table_rows(section(OPERATIONS, "## Flags")), ids=lambda row: row[0].strip("`"))

@@ -67,6 +67,7 @@ def test_the_import_contracts_hold(copy: Path) -> None:
         ("sglang_jax/checkpoint/encoding.py", "import sglang_jax.cpu_kernels.work", "neither jax nor torch"),
         ("sglang_jax/runner/backends.py", "import torch_backend.runner", "neither jax nor torch"),
         ("sglang_jax/cli/serve.py", "import tpu.topologies", "rented and checked"),
+        ("sglang_jax/server/context.py", "def lazy(): import opentelemetry.trace", "knows OpenTelemetry"),
         ("tpu/topologies.py", "import torch_backend.batch", "imports no torch"),
         ("torch_backend/step.py", "def lazy(): import jax", "torch backend knows only the seam"),
         ("torch_backend/step.py", "import sglang_jax.layers.batch", "torch backend knows only the seam"),
@@ -82,8 +83,11 @@ def test_a_violation_is_detected(copy: Path, module: str, line: str, contract: s
     assert contract in broken
 
 
-def test_the_command_line_loads_neither_jax_nor_torch() -> None:
-    script = "import sglang_jax.launch_server, sys; print([m for m in ('jax', 'torch') if m in sys.modules])"
+def test_command_line_and_server_load_neither_jax_torch_nor_opentelemetry() -> None:
+    script = (
+        "import sglang_jax.launch_server, sglang_jax.server.serve, sys; "
+        "print([m for m in ('jax', 'torch', 'opentelemetry.sdk') if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
 

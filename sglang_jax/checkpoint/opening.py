@@ -105,7 +105,7 @@ def open_checkpoint(
     source = resolve_model(model_path, load_format, revision)
     if model_impl is ModelImpl.TRANSFORMERS:
         if task not in (Task.AUTO, Task.GENERATE):
-            raise ConfigError(f"task {task.value} needs model_impl native")
+            raise ConfigError(f"model_task {task.value} needs model_impl native")
         found = _open_for_transformers(source, load_format is LoadFormat.DUMMY, demo=model_path == DEMO)
     else:
         found = _open(model_path, source, load_format, seed, task, pooling)
@@ -121,7 +121,7 @@ def open_served(config: EngineConfig, model_path: str | None = None) -> Checkpoi
         seed=config.random_seed,
         revision=config.revision if model_path is None else None,
         model_impl=config.model_impl,
-        task=config.task,
+        task=config.model_task,
         pooling=config.pooling,
     )
 

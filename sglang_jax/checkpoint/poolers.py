@@ -55,8 +55,8 @@ def pooler_of_folder(folder: Path, task: Task, pooling: PoolingType) -> Pooler |
         case Task.CLASSIFY:
             if kind != CLASSIFIER:
                 raise ConfigError(
-                    f"task classify needs a checkpoint with a matrix of labels, a class that ends with {CLASSIFIER}; "
-                    f"{folder / 'config.json'} has {quote(fields.value('architectures'))}"
+                    "model_task classify needs a checkpoint with a matrix of labels, a class that ends with "
+                    f"{CLASSIFIER}; {folder / 'config.json'} has {quote(fields.value('architectures'))}"
                 )
             return _classifier(fields, pooling)
     found = stored or Pooler(pooling=Pooling.LAST)
@@ -94,7 +94,7 @@ def _task_of(kind: str | None, stored: Pooler | None) -> Task:
 
 def _refuse_pooling(pooling: PoolingType) -> None:
     if pooling is not PoolingType.AUTO:
-        raise ConfigError(f"pooling {pooling.value} needs task embed: this model generates text")
+        raise ConfigError(f"pooling {pooling.value} needs model_task embed: this model generates text")
 
 
 def _classifier(fields: JsonFields, pooling: PoolingType) -> Pooler:
@@ -109,7 +109,7 @@ def _classifier(fields: JsonFields, pooling: PoolingType) -> Pooler:
             )
         names = [str(labels.values[str(number)]) for number in range(len(numbers))]
     if pooling is PoolingType.MEAN:
-        raise ConfigError("pooling mean is not supported with task classify; supported: last, cls")
+        raise ConfigError("pooling mean is not supported with model_task classify; supported: last, cls")
     chosen = Pooling.LAST if pooling is PoolingType.AUTO else Pooling(pooling.value)
     return Pooler(pooling=chosen, labels=tuple(names), activation=_activation(fields, len(names)))
 

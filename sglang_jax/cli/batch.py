@@ -7,12 +7,13 @@ import importlib.util
 import click
 
 from sglang_jax.batch.options import BatchConfig, RayOptions, Runner
+from sglang_jax.cli.help import GroupedCommand
 from sglang_jax.cli.options import flag_name, options_of, with_model
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import BatchError, how_to_install
 
 
-@click.command(short_help="Answer a file of requests, or resume it.")
+@click.command(cls=GroupedCommand, short_help="Answer a file of requests, or resume it.")
 @click.argument("model", required=False)
 @click.option(
     "--engine",

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from sglang_jax.cli.help import GroupedCommand
 from sglang_jax.cli.options import options_of, with_model
 from sglang_jax.cli.sampling import chosen_sampling, sampling_options
 from sglang_jax.cli.starting import for_one_request, print_loading, start_engine
@@ -123,7 +124,7 @@ def _until_fence(first: str, prompt: str) -> str:
     return "\n".join(lines).strip()
 
 
-@click.command(short_help="Chat with a model in the terminal.")
+@click.command(cls=GroupedCommand, short_help="Chat with a model in the terminal.")
 @click.argument("model", required=False)
 @click.option("--system", help="system message")
 @sampling_options(max_new_tokens="the remaining context")

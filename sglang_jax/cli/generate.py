@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from sglang_jax.cli.help import GroupedCommand
 from sglang_jax.cli.options import options_of
 from sglang_jax.cli.program import INTERRUPTED
 from sglang_jax.cli.sampling import chosen_sampling, sampling_options
@@ -30,7 +31,7 @@ class Timing:
     output: GenerateOutput | None = None
 
 
-@click.command(short_help="Answer one prompt.")
+@click.command(cls=GroupedCommand, short_help="Answer one prompt.")
 @click.argument("prompt")
 @click.option("--system", help="system message")
 @click.option("--raw", is_flag=True, help="complete the prompt without the chat template")

@@ -20,7 +20,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sglang_jax import logs
-from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig, LogFormat, OtherEnvironment, ServerConfig
+from sglang_jax.config import (
+    PASS_SUMMARIES,
+    Choice,
+    EngineConfig,
+    LogFormat,
+    OptionGroup,
+    OtherEnvironment,
+    ServerConfig,
+    group_of,
+    group_of_keyword,
+)
 from sglang_jax.config.suggestions import did_you_mean, value_not_implemented
 from sglang_jax.spellings import (
     ALIASES,
@@ -65,8 +75,9 @@ def with_dashes(token: str) -> str:
 def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Command]:
     """Gives a click command one flag per field of `models`, and `--config FILE`, and calls it with each model under its
     keyword here. Fields of an engine's model also have their aliases (`sglang_jax.spellings`), except those in `taken`,
-    which are options of the command itself. Flags override the file, and the file overrides defaults. An invalid value
-    ends the command with a line that names the flag or key, the value and the limit."""
+    which are options of the command itself. The keyword of another model may be the name of its group in help. Flags
+    override the file, and the file overrides defaults. An invalid value ends the command with a line that names the
+    flag or key, the value and the limit."""
     owners = {field: keyword for keyword, model in models.items() for field in model.model_fields}
     aliases = {model: ALIASES if issubclass(model, EngineConfig) else OTHER_ALIASES for model in models.values()}
     field_of = {
@@ -102,10 +113,11 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
 
         decorated: Command = run
         own = {*owners, *taken}
-        for model in reversed(models.values()):
+        for keyword, model in reversed(models.items()):
             engine = issubclass(model, EngineConfig)
             for name in reversed(model.model_fields):
-                decorated = _option(name, model, _other_names(name, aliases[model], own))(decorated)
+                group = group_of(name) if engine else group_of_keyword(keyword)
+                decorated = _option(name, model, group, _other_names(name, aliases[model], own))(decorated)
             if engine:
                 decorated = _explained_options(own)(decorated)
                 decorated = _list_passes(decorated)
@@ -129,6 +141,8 @@ def _list_passes(command: Command) -> Command:
 
     return click.option(
         "--list-passes",
+        cls=GroupedOption,
+        group=OptionGroup.DEVELOPMENT,
         is_flag=True,
         is_eager=True,
         expose_value=False,
@@ -149,20 +163,32 @@ def with_model(config: Config, model: str | None) -> Config:
     return config if chosen is None else config.model_copy(update={"model_path": chosen})
 
 
-def _option(name: str, model: type[BaseModel], other_names: Sequence[str] = ()) -> Callable[[Command], Command]:
+def _option(
+    name: str, model: type[BaseModel], group: OptionGroup, other_names: Sequence[str] = ()
+) -> Callable[[Command], Command]:
     """Returns a click option that is None unless given: pydantic has the default and the limits."""
     field = model.model_fields[name]
     kind = _plain_type(field.annotation)
     names = (flag_name(name), *other_names, name)
     help_text = fields_as_flags(field.description or "", model) + _default_text(field)
     if kind is bool:
-        return click.option(*names, cls=_FieldOption, is_flag=True, default=None, help=help_text)
+        return click.option(*names, cls=_FieldOption, group=group, is_flag=True, default=None, help=help_text)
     several = typing.get_origin(kind) is tuple
     word = _parameter_type(typing.get_args(kind)[0] if several else kind)
-    return click.option(*names, cls=_FieldOption, type=word, multiple=several, default=None, help=help_text)
+    return click.option(
+        *names, cls=_FieldOption, group=group, type=word, multiple=several, default=None, help=help_text
+    )
 
 
-class _FieldOption(click.Option):
+class GroupedOption(click.Option):
+    """An option of a group in help. Options of any other class are in `OptionGroup.COMMAND`."""
+
+    def __init__(self, *arguments: Any, group: OptionGroup, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.group = group
+
+
+class _FieldOption(GroupedOption):
     """The option of a field. Messages use only its first name."""
 
     def get_error_hint(self, ctx: click.Context | None) -> str:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import click
 
+from sglang_jax.cli.help import GroupedCommand
 from sglang_jax.cli.options import options_of, with_dashes, with_model
 from sglang_jax.config import ServerConfig
 
 NAMES_FLAG = "--served-model-name"
 
 
-class ServeCommand(click.Command):
+class ServeCommand(GroupedCommand):
     """A command whose `--served-model-name` takes several values, which click's options cannot."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -36,6 +36,7 @@ from sglang_jax.config.choices import (
 )
 from sglang_jax.config.engine import DEFAULT_WEIGHT_VERSION, EngineConfig, PositiveInt, WeightVersion
 from sglang_jax.config.environment import Environment, OtherEnvironment, TpuEnvironment, VisibleDevices
+from sglang_jax.config.groups import OptionGroup, group_of, group_of_keyword
 from sglang_jax.config.keys import MIN_GROUP_SECRET, check_key, read_secret_file
 from sglang_jax.config.server import ServerConfig
 
@@ -63,6 +64,7 @@ __all__ = [
     "LogLevel",
     "MambaDtype",
     "ModelImpl",
+    "OptionGroup",
     "OtherEnvironment",
     "PoolingType",
     "PositiveInt",
@@ -81,5 +83,7 @@ __all__ = [
     "WeightVersion",
     "check_key",
     "chosen_passes",
+    "group_of",
+    "group_of_keyword",
     "read_secret_file",
 ]

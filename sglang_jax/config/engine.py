@@ -95,15 +95,15 @@ class EngineConfig(BaseModel):
         description="model code to run; native: this project's; transformers: the transformers library's, traced and "
         "rewritten (torch backend only)",
     )
-    task: Task = Field(
+    model_task: Task = Field(
         Task.AUTO,
         description="what the model gives: generate: text; embed: a vector of each text; classify: scores of its "
         "labels; auto: by the checkpoint",
     )
     pooling: PoolingType = Field(
         PoolingType.AUTO,
-        description="with task embed, the hidden states that make a vector: last: of the last token; mean: of all; "
-        "cls: of the first; auto: by the checkpoint, otherwise last",
+        description="with model_task embed, the hidden states that make a vector: last: of the last token; mean: of "
+        "all; cls: of the first; auto: by the checkpoint, otherwise last",
     )
     compile_passes: str = Field(
         "all",

@@ -144,6 +144,11 @@ class ServerConfig(EngineConfig):
     max_tools_per_request: PositiveInt = Field(128, description="maximum tools per request; more are refused with 400")
     log_level: LogLevel = Field(LogLevel.INFO, description="minimum log level")
     log_format: LogFormat = Field(LogFormat.TEXT, description="format of log lines; json: one object per line")
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="URL of an OpenTelemetry collector that gets traces of requests, over OTLP with HTTP, such as "
+        "http://localhost:4318; default: no traces",
+    )
 
     def client_key(self) -> str | None:
         """The key that clients send, or None. Raises `ConfigError` like `one_key`."""
@@ -168,6 +173,15 @@ class ServerConfig(EngineConfig):
                     f"{origin!r} is not an origin: give a scheme and a host without a path, as in "
                     "https://chat.example.org or http://localhost:3000; several with commas between"
                 )
+        return value
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and re.fullmatch(r"https?://[^/\s]+(/\S*)?", value) is None:
+            raise ValueError(
+                "must be a URL with http or https, such as http://localhost:4318: OTLP over gRPC is not supported"
+            )
         return value
 
     def origins(self) -> frozenset[str]:

@@ -60,7 +60,7 @@ def _canonical_fields(options: Mapping[str, Any]) -> dict[str, Any]:
             if name in NEEDLESS:
                 warnings.warn(f"{name} has no effect: {NEEDLESS[name].note}", stacklevel=_CALLER_OF_ENGINE)
                 continue
-            if name in ServerConfig.model_fields:
+            if field in ServerConfig.model_fields:
                 raise ConfigError(f"{name} is a server option, and Engine starts no server")
             sampling = SAMPLING_FIELDS.get(name, name)
             if sampling in SamplingParams.__dataclass_fields__:

@@ -320,6 +320,9 @@ class CoreLink:
                 completions[started.id].queue_seconds = started.queue_seconds
                 completions[started.id].prompt_tokens = started.prompt_tokens or completions[started.id].prompt_tokens
                 completions[started.id].begin(drafting=started.drafting)
+        for wire_id in step.retracted:
+            if wire_id in completions:
+                completions[wire_id].note_retraction()
         for wire_id, drafts, accepted in np.frombuffer(step.drafts, "<i8").reshape(-1, 3).tolist():
             if wire_id in completions:
                 completions[wire_id].note_drafts(drafts, accepted)

@@ -218,7 +218,7 @@ class Engine:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, normalize: bool | None = None
     ) -> NDArray[np.float32]:
-        """Vectors of texts, by a model for that (`--task embed`).
+        """Vectors of texts, by a model for that (`--model-task embed`).
 
         >>> with Engine(model_path="Qwen/Qwen3-Embedding-0.6B") as engine:
         ...     vectors = engine.embed(["a text", "another"])
@@ -239,8 +239,8 @@ class Engine:
         return vectors[0] if single else np.stack(vectors)
 
     def classify(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
-        """Probabilities of the labels of texts, by a model for that (`--task classify`), as its config makes them of
-        scores.
+        """Probabilities of the labels of texts, by a model for that (`--model-task classify`), as its config makes them
+        of scores.
 
         **Arguments:** `prompts`: a text, or a list of token ids, or a list of either.
 

@@ -86,8 +86,15 @@ class Completion:
     def begin(self, *, drafting: bool) -> None:
         """Notes that the core started the output. `drafting`: whether the engine drafts tokens."""
         self.outputs.started = True
+        if (progress := self.outputs.request.input.progress) is not None:
+            progress.started(self._index, self.queue_seconds or 0.0)
         if drafting and self._draft_counts is None:
             self._draft_counts = (0, 0, 0)
+
+    def note_retraction(self) -> None:
+        """Notes that the core returned the output to its queue."""
+        if (progress := self.outputs.request.input.progress) is not None:
+            progress.retracted(self._index)
 
     def note_drafts(self, drafts: int, accepted: int) -> None:
         """Adds a step's drafted tokens, and how many of them were accepted."""

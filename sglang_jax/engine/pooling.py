@@ -20,7 +20,7 @@ def embedder(info: ModelInfo) -> Pooler:
     if pooler is None or pooler.labels:
         gives = "text" if pooler is None else "scores of labels"
         raise ParameterError(
-            f"this model gives {gives} and no vectors: start the server with --task embed", param="model"
+            f"this model gives {gives} and no vectors: start the server with --model-task embed", param="model"
         )
     return pooler
 

@@ -41,6 +41,19 @@ class SessionTurnInput:
     whole: bool = False
 
 
+class Progress(Protocol):
+    """Where a link reports what happens to a prompt's completions. Its methods run on the event loop and return at
+    once."""
+
+    def started(self, index: int, queue_seconds: float) -> None:
+        """Completion `index` has got a row, after it waited for `queue_seconds`."""
+        ...
+
+    def retracted(self, index: int) -> None:
+        """Completion `index` has lost its row, and waits for another."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateInput:
     """One prompt, as a client asks for it. `sampling.n > 1` gives n outputs with `index` 0..n-1.
@@ -62,6 +75,7 @@ class GenerateInput:
     - `shared_len`: the number of the prompt's first tokens that other prompts probably share. Layers that keep states
       store a snapshot there.
     - `wants`: for others than samples, `sampling` is `pooling.NO_SAMPLES`, and there is one finished output.
+    - `progress`: what the link tells when completions start; other servers do not tell it.
     """
 
     prompt: str | Sequence[int] | NDArray[np.int32]
@@ -79,6 +93,7 @@ class GenerateInput:
     session: SessionTurnInput | None = None
     shared_len: int = 0
     wants: Wants = SAMPLES
+    progress: Progress | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,12 @@ POOLED = PooledVector()
 def check_wants(wants: Wants, *, pools: bool) -> None:
     """Raises `ParameterError` for what an engine does not give; `pools`: it gives vectors or scores of texts."""
     if pools and not isinstance(wants, PooledVector):
-        raise ParameterError("this model gives vectors or scores of texts, and generates none (--task)", param="model")
+        raise ParameterError(
+            "this model gives vectors or scores of texts, and generates none (--model-task)", param="model"
+        )
     if not pools and isinstance(wants, PooledVector):
         raise ParameterError(
-            "this model generates text and gives no vectors or labels: start the server with --task embed or classify",
+            "this model generates text and gives no vectors or labels: start the server with --model-task embed or "
+            "classify",
             param="model",
         )

@@ -161,6 +161,7 @@ class Finisher:
         request.pooled = None
         request.announced = False
         request.move_to(RequestState.RETRACTED)
+        self._publisher.retracted(request)
         self._rows.leave(request, insert=False, requeue=True)
 
     def _known_tokens(self, request: Request) -> bytes:

@@ -182,6 +182,7 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     - `pooled`: (request id, float32 bytes) of requests that want a vector or scores, before their `Finished`.
     - `drafts`: int64 bytes `[requests, 3]`: id, drafts in this step, and accepted ones, of streaming requests with
       drafts. `Finished` has the sums, but a client that finds a stop string does not wait for it.
+    - `retracted`: ids of requests that lost their rows and are back in the queue.
     """
 
     ids: bytes
@@ -192,6 +193,7 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
     pooled: list[tuple[int, bytes]] = []
     drafts: bytes = b""
+    retracted: list[int] = []
 
 
 class GroupUsage(msgspec.Struct, frozen=True):

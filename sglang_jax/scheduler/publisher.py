@@ -36,6 +36,7 @@ class Publisher:
         self._prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
         self._pooled: list[tuple[int, bytes]] = []
         self._draft_counts = b""
+        self._retracted: list[int] = []
 
     def drafts(self, rows: Index, drafted: NDArray[np.int64]) -> None:
         """Publishes the draft counts of `rows` `[rows]` of streaming requests that have not ended since the launch.
@@ -63,6 +64,9 @@ class Publisher:
     def started(self, request: Request, now: float) -> None:
         waited = max(now - request.arrival, 0.0)
         self._started.append(Started(request.id, request.cached_tokens or 0, waited, request.prompt_len, self._drafts))
+
+    def retracted(self, request: Request) -> None:
+        self._retracted.append(request.id)
 
     def finished(
         self,
@@ -130,7 +134,14 @@ class Publisher:
         self._prompt_logprobs.append((request.id, [WireLogprob(token, None, [], [])]))
 
     def flush(self) -> None:
-        if not (len(self._ids) or self._started or self._finished or self._logprobs or self._prompt_logprobs):
+        if not (
+            len(self._ids)
+            or self._started
+            or self._finished
+            or self._retracted
+            or self._logprobs
+            or self._prompt_logprobs
+        ):
             return
         self._channel.send(
             StepOutputs(
@@ -142,11 +153,13 @@ class Publisher:
                 prompt_logprobs=self._prompt_logprobs,
                 pooled=self._pooled,
                 drafts=self._draft_counts,
+                retracted=self._retracted,
             )
         )
         self._draft_counts = b""
         self._ids, self._tokens = _NO_IDS, _NO_TOKENS
         self._started, self._finished, self._logprobs, self._prompt_logprobs, self._pooled = [], [], [], [], []
+        self._retracted = []
 
 
 def _entry(token: int, reported: TopLogprobs, index: int, count: int) -> WireLogprob:

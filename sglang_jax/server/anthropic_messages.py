@@ -24,6 +24,7 @@ from sglang_jax.server.fields import routing_key
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.openapi import answers
 from sglang_jax.server.streaming import StreamStyle, json_response, named_event, until_disconnect
+from sglang_jax.server.tracing import note_response_id
 
 
 class MessageBlock(msgspec.Struct, kw_only=True, tag_field="type"):
@@ -259,7 +260,9 @@ def messages_router(context: ServerContext, conversations: Conversations) -> API
         context.check_model(body.model)
         conversation = read_conversation(body, request.headers, context)
         planned = await until_disconnect(request.receive, conversations.plan(conversation))
-        return await conversations.answer(request, planned, MessagesWriter(planned, body, body.model))
+        writer = MessagesWriter(planned, body, body.model)
+        note_response_id(writer.id)
+        return await conversations.answer(request, planned, writer)
 
     @router.post("/v1/messages/count_tokens")
     @answers(CountedTokens)

@@ -13,6 +13,7 @@ from typing import Protocol
 from sglang_jax.errors import RequestError
 from sglang_jax.server.errors import BusyError, ShuttingDownError, internal_error
 from sglang_jax.server.shutdown import SHUTDOWN, Shutdown
+from sglang_jax.server.tracing import current_trace
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class BackgroundRuns:
             self._with_events[owner][run_id] = run
         self._add(run, first)
         run.task = asyncio.create_task(self._drive(run_id, run, writer, events, save))
+        if (trace := current_trace()) is not None:
+            run.task.add_done_callback(trace.hold())
 
     async def _drive(
         self, run_id: str, run: _Run, writer: BackgroundWriter, events: AsyncGenerator[bytes, None], save: Save

@@ -21,7 +21,7 @@ from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, 
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.server.background import BackgroundRuns
 from sglang_jax.server.callers import NO_CLAIM, Caller, Callers, Claim, Usage, current_caller
-from sglang_jax.server.errors import ShuttingDownError
+from sglang_jax.server.errors import ShuttingDownError, note_error
 from sglang_jax.server.file_store import FileStore
 from sglang_jax.server.json_body import LongWork
 from sglang_jax.server.logprobs import HeldLogprobs
@@ -30,6 +30,7 @@ from sglang_jax.server.responses_store import ResponseStore
 from sglang_jax.server.sampling import rename_field, renamed_fields
 from sglang_jax.server.shutdown import Shutdown
 from sglang_jax.server.streaming import FEW_LOGPROBS, logprobs_to_write
+from sglang_jax.server.tracing import current_trace, note_model, traced
 
 Rendered = TypeVar("Rendered")
 Written = TypeVar("Written")
@@ -99,6 +100,7 @@ class ServerContext:
 
     def check_model(self, model: str | None) -> None:
         """Raises `ModelNotFoundError` for a name that is not the served model's."""
+        note_model(model)
         names = self.config.model_names
         if model not in (None, ANY_MODEL, *names):
             raise ModelNotFoundError(
@@ -254,6 +256,8 @@ class Call:
 
     async def __aenter__(self) -> Self:
         prompts = self._prompts
+        if (trace := current_trace()) is not None:
+            trace.call(self._request_id, prompts)
         for prompt in prompts:
             self._context.check_sampling(prompt.sampling)
         self._completions = self._caller.enter(prompts)
@@ -299,6 +303,7 @@ class Call:
                 number, delta = 0, await self._single.next()
         except RequestError as error:
             rename_field(error, self._field_names)
+            note_error(error)
             raise
         if self._usage is not None:
             self._usage.add(number, delta)
@@ -309,6 +314,7 @@ class PromptStream:
     """The deltas of one prompt, whose times are recorded. Raises the error of a failed output."""
 
     def __init__(self, context: ServerContext, prompt: GenerateInput, origin: Origin) -> None:
+        prompt, self._trace = traced(prompt)
         self._deltas = context.client.generate(prompt, origin)
         self._timing = context.metrics.timing(stream=prompt.stream)
 
@@ -319,6 +325,8 @@ class PromptStream:
         except StopAsyncIteration:
             self._timing.answered()
             raise
+        if self._trace is not None:
+            self._trace.output(delta)
         finish = delta.finish
         if finish is not None and finish.error is not None:
             raise finish.error

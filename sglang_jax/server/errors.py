@@ -6,8 +6,9 @@ import asyncio
 import difflib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -37,6 +38,9 @@ MAX_LINGERED_BYTES = 4 * 2**20
 
 MAX_COMPARED_CHARACTERS = 100
 """Maximum characters of an unknown path that is compared with the routes."""
+
+NOTE_ERROR: ContextVar[Callable[[RequestError], None] | None] = ContextVar("note_error", default=None)
+"""Called with the error with which the current request fails, if anyone wants to know it."""
 
 INSTEAD = {
     "/v1/files": "start the server with --files-dir, or run `sglang-jax batch` on a file",
@@ -219,8 +223,14 @@ def internal_error(error: Exception) -> RequestError:
     return refusal
 
 
+def note_error(error: RequestError) -> None:
+    if (note := NOTE_ERROR.get()) is not None:
+        note(error)
+
+
 def error_response(error: RequestError, path: str = "") -> Response:
     """Returns the answer to a request for `path`."""
+    note_error(error)
     headers: dict[str, str] = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

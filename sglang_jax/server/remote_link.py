@@ -27,6 +27,7 @@ from sglang_jax.server.remote_format import (
     tenant_headers,
 )
 from sglang_jax.server.sampling import rename_field
+from sglang_jax.server.tracing import trace_headers
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class RemoteLink:
     async def _ask(self, outputs: RequestOutputs, name: str) -> None:
         request = outputs.request
         body = request_body(request, name, self._model_info.context_length)
-        headers = request_headers(request)
+        headers = request_headers(request) | trace_headers()
         if not outputs.stream:
             response = await self._http.post("/generate", json=body, headers=headers)
             if response.status_code != 200:

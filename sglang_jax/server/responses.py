@@ -50,6 +50,7 @@ from sglang_jax.server.streaming import (
     open_event_stream,
     until_disconnect,
 )
+from sglang_jax.server.tracing import note_response_id
 
 MAX_PAGE = 100
 """Maximum items of one page of a list."""
@@ -96,6 +97,7 @@ class Responses:
         body.check()
         owner = current_caller().tenant(claim_of(request.headers).tenant)
         response_id = RESPONSE_ID + uuid.uuid4().hex
+        note_response_id(response_id)
         earlier = await self._earlier(body, owner)
         items = await self._with_references(body.input_items(), owner)
         before = await asyncio.to_thread(_items_of, earlier)

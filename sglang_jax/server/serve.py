@@ -24,7 +24,7 @@ from sglang_jax.engine.allocator import FreeMemory, limit_free_memory
 from sglang_jax.engine.collector import frozen_heap
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.types import EngineClient
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import ConfigError, how_to_install
 from sglang_jax.runner.backends import load_follower
 from sglang_jax.runner.claimed_address import claim_address
 from sglang_jax.server.app import Service, create_app, create_context, create_routes
@@ -42,6 +42,7 @@ from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
 from sglang_jax.server.requests_seen import RequestsSeen
 from sglang_jax.server.shutdown import Stoppable
+from sglang_jax.server.tracing import SpanWriter, Traced
 
 logger = logging.getLogger(__name__)
 
@@ -184,10 +185,11 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect, make_service: 
         listener,
         claim(listener),
         open_files(config) as files,
+        traces_of(config) as traces,
         asyncio.Runner(loop_factory=auto_loop_factory()) as runner,
     ):
         try:
-            return runner.run(_serve(config, listener, launch, make_service, files, begin))
+            return runner.run(_serve(config, listener, launch, make_service, files, traces, begin))
         except asyncio.CancelledError:
             return TERMINATED
 
@@ -202,12 +204,29 @@ def open_files(config: ServerConfig) -> Iterator[FileStore | None]:
         yield files
 
 
+@contextmanager
+def traces_of(config: ServerConfig) -> Iterator[SpanWriter | None]:
+    """Sends traces to the collector of the options while the context is open; None without one. Raises `ConfigError`
+    if OpenTelemetry is not installed."""
+    if config.otlp_traces_endpoint is None:
+        yield None
+        return
+    try:
+        from sglang_jax.server.otlp import otlp_spans  # here, because most servers need no OpenTelemetry
+    except ImportError as error:
+        needed = f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): {how_to_install('otel')}"
+        raise ConfigError(needed) from error
+    with otlp_spans(config.otlp_traces_endpoint) as spans:
+        yield spans
+
+
 async def _serve(
     config: ServerConfig,
     listener: socket.socket,
     launch: Launch,
     make_service: MakeService | None,
     files: FileStore | None,
+    traces: SpanWriter | None,
     begin: float,
 ) -> int:
     with _cancelled_by_sigterm():
@@ -217,7 +236,7 @@ async def _serve(
         context = create_context(client, config, files=files)
         if make_service is not None and files is not None:
             service = make_service(context, files)
-        uvicorn_config = http_config(context, service)
+        uvicorn_config = http_config(context, service, traces)
         url = _url(config.host, listener.getsockname()[1])
         server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin), service)
         with frozen_heap():
@@ -232,14 +251,21 @@ async def _serve(
     return status
 
 
-def http_config(context: ServerContext, service: Service | None = None) -> uvicorn.Config:
-    """Returns uvicorn's options for the context's application, and starts the service."""
+def http_config(
+    context: ServerContext, service: Service | None = None, traces: SpanWriter | None = None
+) -> uvicorn.Config:
+    """Returns uvicorn's options for the context's application, and starts the service. `traces`: None if requests are
+    not traced."""
     config = context.config
     logging.getLogger("uvicorn.error").addFilter(MALFORMED_REQUESTS)
     limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
     app: ASGIApp = create_app(context, service)
-    if service is not None:
-        service.start(create_routes(context))
+    routes: ASGIApp | None = None if service is None else create_routes(context)
+    if traces is not None:
+        app = Traced(app, traces, config.model_name)
+        routes = None if routes is None else Traced(routes, traces, config.model_name)
+    if service is not None and routes is not None:
+        service.start(routes)
     if not context.callers.asks_for_a_key and is_loopback(config.host):
         app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")), config.origins())
     return uvicorn.Config(

@@ -30,6 +30,8 @@ OTHER_VALUES: dict[str, Any] = {
     "allow_special_tokens_in_content": True,
     "load_format": "dummy",
     "model_impl": "transformers",
+    "model_task": "embed",
+    "pooling": "mean",
     "compile_passes": "rope,norm",
     "weight_version": "step-7",
     "dump_graphs": Path("some/graphs"),
@@ -132,6 +134,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_tools_per_request": 5,
     "log_level": "debug",
     "log_format": "json",
+    "otlp_traces_endpoint": "http://collector:4318/v1/traces",
 }
 
 
@@ -160,7 +163,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
     options = [option for option in serve.params if isinstance(option, click.Option) and not option.hidden]
     flags = {option.opts[0] for option in options}
-    assert flags == {flag_name(field) for field in ServerConfig.model_fields} | {"--config", "--list-passes"}
+    assert flags == {flag_name(field) for field in ServerConfig.model_fields} | {"--config", "--list-passes", "-h"}
     assert set(OTHER_VALUES) == set(ServerConfig.model_fields)
 
 
@@ -196,7 +199,7 @@ def test_the_model_may_have_several_names(
 
 
 def test_help_shows_description_default_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(serve, "serve", ["--help"]) == 0
+    assert run(serve, "serve", ["--help=all"]) == 0
     text = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # help texts wrap at hyphens too
     for field in ServerConfig.model_fields.values():
         assert fields_as_flags(field.description or "", ServerConfig) in text

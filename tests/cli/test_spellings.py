@@ -69,6 +69,7 @@ VALUE_OF = {
     "skip_warmup": True,
     "mamba_ssm_dtype": "bfloat16",
     "speculative_num_draft_tokens": 3,
+    "otlp_traces_endpoint": "http://localhost:4318",
 }
 
 
@@ -119,7 +120,7 @@ def test_no_name_has_two_meanings() -> None:
     ]
     assert len(names) == len(set(names))
     assert not [(start, name) for start in REFUSED_FAMILIES for name in names if name.startswith(start)]
-    assert set(ALIASES) <= set(EngineConfig.model_fields)
+    assert set(ALIASES) <= set(ServerConfig.model_fields)
     assert set(SAMPLING_FIELDS.values()) <= set(SamplingParams.__dataclass_fields__)
     assert not set(SAMPLING_FIELDS) & set(SamplingParams.__dataclass_fields__)
 

@@ -25,7 +25,7 @@ from sglang_jax.engine.types import EngineClient
 from sglang_jax.scheduler.commands import GetState
 from sglang_jax.server.app import create_context
 from sglang_jax.server.context import ServerContext
-from sglang_jax.server.serve import Launch, bind, http_config, open_files
+from sglang_jax.server.serve import Launch, bind, http_config, open_files, traces_of
 
 Result = TypeVar("Result")
 
@@ -121,10 +121,10 @@ def serve_echo(
             engine = await launch(config)
         else:
             engine = await launch_core(config, in_process=in_process, load=load, load_tokenizer=load_tokenizer)
-        with open_files(config) as files:
+        with open_files(config) as files, traces_of(config) as traces:
             context = create_context(engine, config, files=files)
             service = None if files is None else serve_batches(context, files)
-            server = uvicorn.Server(http_config(context, service))
+            server = uvicorn.Server(http_config(context, service, traces))
             servers.append(server)
             running.append(EchoServer(port, http, context, engine, asyncio.get_running_loop()))
             ready.set()

@@ -554,7 +554,7 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
     )
     plain = GenerateInput(prompt=[])
     defaults = [one.name for one in dataclasses.fields(sent) if getattr(sent, one.name) == getattr(plain, one.name)]
-    assert set(defaults) <= {"sampling"}, "each field has another value than its default"
+    assert set(defaults) <= {"sampling", "progress"}, "each field has another value than its default"
     origin = Origin("Ärger & Söhne", "gen-\u00e4", background=True)
     turn = SessionTurn("s", origin.tenant, "x", after="r", bos=7, whole=True)
     request = tokenized(sent, origin, session=turn)

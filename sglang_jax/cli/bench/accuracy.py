@@ -13,6 +13,7 @@ from typing import Any
 import click
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sglang_jax.cli.help import GroupedCommand
 from sglang_jax.cli.json_lines import read_json_lines
 from sglang_jax.cli.options import options_of, with_model
 from sglang_jax.cli.result_file import append_json_line, check_result_file
@@ -92,7 +93,7 @@ def score(questions: Sequence[Question], found: Sequence[Sequence[Sequence[float
     return Score(count, right / count, per_character / count, -math.fsum(of_answers) / len(of_answers))
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @options_of(engine=EngineConfig, accuracy=AccuracyConfig)
 def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig, model: str | None) -> int:

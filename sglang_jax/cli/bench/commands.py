@@ -31,6 +31,7 @@ from sglang_jax.cli.bench.metrics import (
 )
 from sglang_jax.cli.bench.sharegpt import Pair, read_pairs, sample_pairs
 from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, longest_context, make_workload
+from sglang_jax.cli.help import GroupedCommand
 from sglang_jax.cli.options import options_of, refused_options, with_model
 from sglang_jax.cli.result_file import append_json_line, check_result_file, writing
 from sglang_jax.cli.server_client import (
@@ -319,7 +320,7 @@ class Totals:
     output_tokens: int = 0
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @options_of(engine=EngineConfig, workload=WorkloadConfig, offline=OfflineConfig)
 def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig, model: str | None) -> int:

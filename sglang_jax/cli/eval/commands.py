@@ -19,6 +19,7 @@ from sglang_jax.cli.eval.answering import Asking, ask_engine, ask_server
 from sglang_jax.cli.eval.gsm8k import read_gsm8k
 from sglang_jax.cli.eval.mmlu import read_mmlu
 from sglang_jax.cli.eval.task import Reply, Result, Score, Task, Verdict, judge, score, score_by_subject
+from sglang_jax.cli.help import GroupedCommand
 from sglang_jax.cli.options import Command, flag_name, options_of, with_model
 from sglang_jax.cli.result_file import check_result_file, writing
 from sglang_jax.cli.server_client import first_model, open_client
@@ -86,7 +87,7 @@ def _common_options(command: Command) -> Command:
     return command
 
 
-@click.command(short_help="Score answers to the word problems of GSM8K.")
+@click.command(cls=GroupedCommand, short_help="Score answers to the word problems of GSM8K.")
 @_common_options
 @options_of("json", "chat", "completion", evaluation=Gsm8kConfig, engine=EngineConfig)
 def eval_gsm8k(
@@ -100,7 +101,7 @@ def eval_gsm8k(
     return _evaluate(task, evaluation, with_model(engine, model), chat=chat, json_file=json_file)
 
 
-@click.command(short_help="Score answers to the multiple-choice questions of MMLU.")
+@click.command(cls=GroupedCommand, short_help="Score answers to the multiple-choice questions of MMLU.")
 @_common_options
 @options_of("json", "chat", "completion", evaluation=MmluConfig, engine=EngineConfig)
 def eval_mmlu(
