@@ -558,7 +558,8 @@ class TorchRunner:
         if self._spec.pooling is not None:
             return list(found)
         ids = [integers_to_device(self._stream, part.token_ids) for part in plan.pooled if part.token_ids is not None]
-        return [logits[each.long()] for logits, each in zip(found, ids, strict=True)]
+        logprobs = torch.log_softmax(found, dim=-1)
+        return [own[each.long()] for own, each in zip(logprobs, ids, strict=True)]
 
     def _replace_rows(self, updates: tuple[SamplingUpdate, ...]) -> None:
         packed = pack_row_updates(updates, len(updates), self._dump_row, self._spec.vocab_size)

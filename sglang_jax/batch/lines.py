@@ -18,6 +18,7 @@ CHAT = "/v1/chat/completions"
 GENERATE = "/generate"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+EMBEDDINGS = "/v1/embeddings"
 
 PROMPT_FIELDS = {
     COMPLETIONS: ("prompt",),
@@ -25,11 +26,18 @@ PROMPT_FIELDS = {
     RESPONSES: ("instructions", "input"),
     MESSAGES: ("system", "messages"),
     GENERATE: ("text", "input_ids"),
+    EMBEDDINGS: ("input",),
+    "/v1/score": ("text_1", "query", "text_2", "items"),
+    "/v1/rerank": ("query", "documents"),
+    "/classify": ("input",),
 }
 """The routes that a line may name, and their prompt fields."""
 
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line is an error, because a line must fit memory."""
+
+SAMPLING_ROUTES = frozenset({COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE})
+"""Those whose requests sample, and so have seeds."""
 
 _PLAIN_FIELDS = {"prompt": COMPLETIONS, "messages": CHAT}
 _NAMESPACE_FIELDS = ("cache_salt", "extra_key")
@@ -101,7 +109,7 @@ def parse_line(
         key = _key(url, body)
         for field, value in defaults.items():
             body.setdefault(field, value)
-        if random_seed is not None:
+        if random_seed is not None and url in SAMPLING_ROUTES:
             add_seed(body, seed_of(random_seed, number))
         shown_id = custom_id if custom_id is not None else name or f"line-{number + 1}"
         return Line(number, shown_id, url, _encoder.encode(body), key)

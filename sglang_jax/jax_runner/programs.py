@@ -130,7 +130,7 @@ class Programs:
         return state, outputs
 
     def token_scores(self, found: DeviceOutputs, token_ids: Int32) -> jax.Array:
-        """The logits of `token_ids` `[R, MAX_SCORED_TOKENS]` after the last query of each sequence of a step."""
+        """The logprobs of `token_ids` `[R, MAX_SCORED_TOKENS]` after the last query of each sequence of a step."""
         rows = len(found.logits)
         return self.builds.get(f"scores {rows} rows", lambda: self._build_scores(rows))(found.logits, token_ids)
 
@@ -338,7 +338,7 @@ class Programs:
         return lowered.compile(compiler_options=self._options(decode_only=True))
 
     def _build_scores(self, rows: int) -> Executable:
-        scores = jax.jit(make_token_scores(self._mesh), out_shardings=self._replicated())
+        scores = jax.jit(make_token_scores(self.vocab_size, self._mesh), out_shardings=self._replicated())
         return scores.lower(self._logits_shape(rows), _integers(rows, MAX_SCORED_TOKENS)).compile()
 
     def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:

@@ -314,12 +314,15 @@ def _make_pooling_step(
     return step
 
 
-def make_token_scores(mesh: Mesh | None = None) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A function of (logits `[R, columns]`, token ids int32 `[R, MAX_SCORED_TOKENS]`) that returns their logits."""
+def make_token_scores(vocab_size: int, mesh: Mesh | None = None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A function of (logits `[R, columns]`, token ids int32 `[R, MAX_SCORED_TOKENS]`) that returns their
+    logprobs float32 `[R, MAX_SCORED_TOKENS]`."""
     replicate = on_every_device(mesh)
 
     def scores(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
-        return replicate(jnp.take_along_axis(logits, replicate(token_ids), axis=1))
+        real = jnp.arange(logits.shape[1]) < vocab_size
+        normaliser = jax.nn.logsumexp(jnp.where(real, logits, -jnp.inf), axis=-1, keepdims=True)
+        return replicate(jnp.take_along_axis(logits, replicate(token_ids), axis=1) - normaliser)
 
     return scores
 

@@ -213,7 +213,7 @@ class PromptLogprobs:
 class PooledPart:
     """What is wanted of sequence `sequence` (an index into `StepPlan.rows`), a chunk of a prompt.
 
-    - `token_ids`: `[ids]`, whose logits after its last query are wanted. None for a runner with `RunnerSpec.pooling`:
+    - `token_ids`: `[ids]`, whose logprobs after its last query are wanted. None for a runner with `RunnerSpec.pooling`:
       this chunk's part of the prompt's vector.
     """
 
@@ -314,7 +314,7 @@ class StepResult:
       `max_samples`.
     - `logprobs`: None unless requested; m = n * width, entry `i * width + j` belongs to `tokens[i, j]`.
     - `prompt_logprobs`: one for each of the plan's, in order.
-    - `pooled`: for each of the plan's, in order: the logits of its tokens `[ids]`, or its part of a vector
+    - `pooled`: for each of the plan's, in order: the logprobs of its tokens `[ids]`, or its part of a vector
       `[pooled_width]`. For a mean, this is the sum over its queries, each rounded to a multiple of `SUM_STEP`, and
       exact: the parts of a prompt add up to the same number, whatever its chunks were.
     - `replayed`: whether the model ran as one captured CUDA graph.
@@ -352,14 +352,14 @@ def _check_pooled(plan: StepPlan, spec: RunnerSpec) -> None:
         raise ValueError(f"step {plan.step} samples, but this runner gives vectors of prompts")
     for part in plan.pooled:
         if (part.token_ids is None) != (spec.pooling is not None):
-            gives = "logits" if spec.pooling is None else "vectors"
+            gives = "logprobs" if spec.pooling is None else "vectors"
             raise ValueError(
                 f"step {plan.step} asks sequence {part.sequence} for what this runner does not give: it "
                 f"gives {gives} of prompts"
             )
         if part.token_ids is not None and _outside(part.token_ids, spec.vocab_size):
             raise ValueError(
-                f"step {plan.step} asks for logits of tokens {part.token_ids.tolist()}: the vocabulary has "
+                f"step {plan.step} asks for logprobs of tokens {part.token_ids.tolist()}: the vocabulary has "
                 f"{spec.vocab_size}"
             )
 

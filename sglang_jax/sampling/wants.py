@@ -15,8 +15,8 @@ class Samples(msgspec.Struct, tag="samples", frozen=True):
 
 
 class TokenScores(msgspec.Struct, tag="token_scores", frozen=True):
-    """The raw logits of `token_ids`, at most `MAX_SCORED_TOKENS`, for the token after the prompt; nothing is
-    sampled."""
+    """The logprobs of `token_ids`, at most `MAX_SCORED_TOKENS`, as the token after the prompt, under the raw logits;
+    nothing is sampled."""
 
     token_ids: tuple[int, ...]
 

@@ -16,6 +16,7 @@ from sglang_jax.server.auth import ApiKeyMiddleware, HeadAsGet, WithoutTrailingS
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.conversation import Conversations
+from sglang_jax.server.embeddings import embeddings_router
 from sglang_jax.server.errors import install_error_handlers
 from sglang_jax.server.file_store import FileStore
 from sglang_jax.server.files import UPLOAD_PATH, files_router
@@ -30,6 +31,7 @@ from sglang_jax.server.origins import AllowedOrigins
 from sglang_jax.server.parsing import parsing_router
 from sglang_jax.server.request_body import BodyLimit
 from sglang_jax.server.responses import responses_router
+from sglang_jax.server.scores import scores_router
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ def create_routes(context: ServerContext, service: Service | None = None) -> Fas
         control.control_router(context),
         management.tokenizer_router(context),
         parsing_router(context, conversations),
+        embeddings_router(context),
+        scores_router(context),
         metrics_router(context.metrics),
     ]
     if context.files is not None:

@@ -24,8 +24,12 @@ OPERATIONS: Mapping[str, str] = {
     "/v1/messages": "chat",
     "/api/chat": "chat",
     "/api/generate": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/classify": "classify",
+    "/v1/score": "score",
+    "/v1/rerank": "rerank",
 }
-"""The routes that generate, and the names of OpenTelemetry's conventions for what they do."""
+"""The routes that ask the engine, and the names of OpenTelemetry's conventions for what they do."""
 
 PROVIDER = "sglang_jax"
 
