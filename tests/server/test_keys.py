@@ -25,6 +25,7 @@ OPERATORS_ROUTES = (
     ("GET", "/server_info"),
     ("GET", "/get_server_info"),
     ("GET", "/cache_report"),
+    ("GET", "/cache_summary"),
     ("GET", "/v1/loads"),
     ("GET", "/metrics"),
     ("GET", "/flush_cache"),
