@@ -22,7 +22,7 @@ SUMMARY_NODES = 96
 """Maximum nodes in a summary: those on which the most requests and sessions depend, then those with the most hits."""
 
 VISITED_NODES = 2048
-"""Maximum nodes that a summary visits, in about 2 ms. Of a node's children, it visits the newest first."""
+"""Maximum nodes that a summary visits. Of a node's children, it visits the newest first."""
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):

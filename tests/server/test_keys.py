@@ -26,6 +26,7 @@ OPERATORS_ROUTES = (
     ("GET", "/get_server_info"),
     ("GET", "/cache_report"),
     ("GET", "/cache_summary"),
+    ("GET", "/ui/state"),
     ("GET", "/v1/loads"),
     ("GET", "/metrics"),
     ("GET", "/flush_cache"),
