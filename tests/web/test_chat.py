@@ -128,6 +128,23 @@ def test_a_tool_call_is_shown_and_its_result_continues_the_chat(demo: EchoServer
     assert page.text(REPLY)
 
 
+def test_a_call_that_was_cut_off_is_not_sent_back(demo: EchoServer, page: Page) -> None:
+    page.open(demo.url)
+    question = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    body = {"messages": question, "temperature": 0, "tools": [TOOL], "tool_choice": "required"}
+    whole = demo.http.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"]
+    page.set("temperature", "0")
+    page.set("max_tokens", str(whole - 3))
+    page.set("functions", json.dumps([TOOL]))
+    page.find("tool_choice").send_keys("required")
+    page.ask(question[0]["content"])
+    assert len(page.all(".call")) == 1
+    assert not page.all(".call form")
+    assert "cut off at its maximum" in page.text(".turn .about")
+    page.ask("And in Paris?")
+    assert [message["role"] for message in page.chats()[1]["messages"]] == ["user", "user"]
+
+
 def test_an_error_is_shown_and_can_be_tried_again(demo: EchoServer, page: Page) -> None:
     page.open(demo.url)
     page.set("max_tokens", "8")

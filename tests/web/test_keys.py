@@ -115,6 +115,15 @@ def test_the_page_works_below_a_prefix(page: Page) -> None:
         assert {one.path.split("/")[1] for one in page.requests()} == {"llm"}
 
 
+def test_a_link_of_another_site_opens_the_page(page: Page) -> None:
+    with serve_echo() as server:
+        page.origins.add(server.url)
+        page.driver.get(f"data:text/html,<a id='link' href='{server.url}/'>chat</a>")
+        page.find("link").click()
+        page.until(lambda: page.all("#tabs") and page.shown("chat"))
+        assert "user: hello" in page.ask("hello")
+
+
 def test_a_server_that_comes_later_is_found(page: Page) -> None:
     with serve_echo() as server:
         page.open(server.url)

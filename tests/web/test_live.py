@@ -153,6 +153,17 @@ def test_each_replica_has_a_row(page: Page) -> None:
         assert [row.split("\t")[:2] for row in rows] == [["0", "serving"], ["1", "serving"]]
 
 
+def test_the_state_of_a_lost_engine_is_shown(echo: EchoServer, page: Page) -> None:
+    page.open(echo.url, "/#live")
+    page.until(lambda: "serving" in page.text("#replicas"))
+    echo.await_(echo.engine.close())
+    page.until(lambda: "serving" not in page.text("#replicas"))
+    (load,) = echo.http.get("/v1/loads").json()["loads"]
+    assert page.text("#replicas .state") == load["state"]
+    message = echo.http.get("/cache_summary").json()["error"]["message"]
+    assert page.text("#live-note") == f"{message}; memory and tree are not shown."
+
+
 def test_nothing_is_asked_while_the_view_is_hidden(echo: EchoServer, page: Page) -> None:
     def polls() -> int:
         return sum(one.path == "/ui/state" for one in page.requests())

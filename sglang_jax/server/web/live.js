@@ -52,12 +52,13 @@ export class Live {
     let note = "";
     try {
       const signal = AbortSignal.timeout(TIMEOUT_MILLISECONDS);
-      const [state, cache] = await Promise.all([ask("ui/state", { signal }), ask("cache_summary", { signal })]);
+      const [state, cache] = await Promise.all([ask("ui/state", { signal }), this.#askForCache(signal)]);
       if (!this.#watched) return;
       this.#charts ??= CHARTS.map(([title, series, format]) => new LineChart(byId("charts"), title, series, format));
       byId("figures").hidden = false;
-      this.#show(state, cache.replicas);
-      note = state.draining ? "The server is shutting down: running requests finish, and no others start." : "";
+      this.#show(state, cache.replicas ?? []);
+      if (cache.error) note = `${cache.error}; memory and tree are not shown.`;
+      if (state.draining) note = "The server is shutting down: running requests finish, and no others start.";
     } catch (error) {
       if (!(error instanceof ApiError) && error.name !== "TimeoutError") throw error;
       if (error.status === 401) return this.#lock("The server does not accept the key.");
@@ -69,6 +70,16 @@ export class Live {
     byId("live-note").hidden = note === "";
     byId("live-note").textContent = note;
     if (this.#timer === timer) this.#schedule(POLL_MILLISECONDS);
+  }
+
+  /** Only the engines know the cache; the server has all other figures, also while no engine runs. */
+  async #askForCache(signal) {
+    try {
+      return await ask("cache_summary", { signal });
+    } catch (error) {
+      if (!(error instanceof ApiError) || error.status < 500) throw error;
+      return { error: error.message };
+    }
   }
 
   #show(state, caches) {

@@ -59,7 +59,9 @@ export class Reply {
     return this.#content.replace(MARKED_REASONING, "");
   }
 
+  /** The calls of a reply that is complete; the arguments of others may be cut off. */
   get toolCalls() {
+    if (this.#end !== "tool_calls") return [];
     return this.#toolCalls.map((call) => ({
       id: call.id,
       type: "function",
@@ -69,11 +71,12 @@ export class Reply {
 
   get message() {
     const message = { role: "assistant", content: this.content };
-    return this.#toolCalls.length ? { ...message, tool_calls: this.toolCalls } : message;
+    const calls = this.toolCalls;
+    return calls.length ? { ...message, tool_calls: calls } : message;
   }
 
   get empty() {
-    return !this.#content && !this.#reasoned && !this.#toolCalls.length;
+    return !this.content && !this.toolCalls.length;
   }
 
   /** @param {any} event one event of `/v1/chat/completions` */
