@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
+from pathlib import Path
 
 import msgspec
 from fastapi import APIRouter, Depends, Response
@@ -46,6 +47,7 @@ GUARDS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
 
@@ -69,7 +71,8 @@ class WebPages:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         folder = files("sglang_jax.server").joinpath("web")
-        self._files = {f"/ui/{each.name}": _read(each.name, each.read_bytes()) for each in folder.iterdir()}
+        found = [each for each in folder.iterdir() if Path(each.name).suffix in MEDIA_TYPES]
+        self._files = {f"/ui/{each.name}": _read(each.name, each.read_bytes()) for each in found}
         self._page = self._files.pop(f"/ui/{PAGE}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,7 +99,7 @@ def wants_html(accept: str) -> bool:
 def _read(name: str, content: bytes) -> _File:
     headers = {
         **GUARDS,
-        "Content-Type": MEDIA_TYPES[name[name.rindex(".") :]],
+        "Content-Type": MEDIA_TYPES[Path(name).suffix],
         "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
     }
     return _File(content, headers | {"Vary": "Accept"} if name == PAGE else headers)

@@ -132,8 +132,11 @@ def test_nothing_is_wider_than_the_screen(echo: EchoServer, page: Page, width: i
     """The reply is the message, whose code and words do not fit a line."""
     page.size(width, PHONE[1])
     page.open(echo.url)
-    page.script("arguments[0].value = arguments[1]", page.find("prompt"), "```\n" + "x" * 300 + "\n```\n" + "y" * 200)
+    wide = "</think>```\n" + "x" * 300 + "\n```\n" + "y" * 200
+    page.script("arguments[0].value = arguments[1]", page.find("prompt"), wide)
     page.ask("")
+    assert "yyy" in page.text(".turn.assistant .text")
+    assert page.script("const one = document.getElementById('turns'); return one.scrollWidth - one.clientWidth") == 0
     page.find("prompt").send_keys("z " * 40)
     assert page.script("return document.documentElement.scrollWidth") <= width
     for one in ("prompt", "send"):

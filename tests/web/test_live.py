@@ -164,6 +164,18 @@ def test_the_state_of_a_lost_engine_is_shown(echo: EchoServer, page: Page) -> No
     assert page.text("#live-note") == f"{message}; memory and tree are not shown."
 
 
+def test_a_hanging_engine_hides_no_other_figures(echo: EchoServer, page: Page) -> None:
+    page.open(echo.url)
+    page.script(
+        "const real = fetch; window.fetch = (url, {signal, ...others}) => String(url).endsWith('/cache_summary')"
+        " ? new Promise((_, fail) => signal.addEventListener('abort', () => fail(signal.reason)))"
+        " : real(url, {signal, ...others})"
+    )
+    page.find("tab-live").click()
+    page.until(lambda: "serving" in page.text("#replicas"))
+    assert page.text("#live-note") == "the engine does not answer; memory and tree are not shown."
+
+
 def test_nothing_is_asked_while_the_view_is_hidden(echo: EchoServer, page: Page) -> None:
     def polls() -> int:
         return sum(one.path == "/ui/state" for one in page.requests())

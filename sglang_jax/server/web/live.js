@@ -8,6 +8,9 @@ import { byId, make } from "./dom.js";
 const POLL_MILLISECONDS = 1000;
 const TIMEOUT_MILLISECONDS = 10_000;
 
+/** An engine answers between two steps, and not at all if it hangs. */
+const ENGINE_MILLISECONDS = 2500;
+
 /** Rates and percentiles are those of this many seconds, as far as they have been seen. */
 const RATE_SECONDS = 5;
 const WINDOW_SECONDS = 60;
@@ -52,7 +55,7 @@ export class Live {
     let note = "";
     try {
       const signal = AbortSignal.timeout(TIMEOUT_MILLISECONDS);
-      const [state, cache] = await Promise.all([ask("ui/state", { signal }), this.#askForCache(signal)]);
+      const [state, cache] = await Promise.all([ask("ui/state", { signal }), askForCache()]);
       if (!this.#watched) return;
       this.#charts ??= CHARTS.map(([title, series, format]) => new LineChart(byId("charts"), title, series, format));
       byId("figures").hidden = false;
@@ -70,16 +73,6 @@ export class Live {
     byId("live-note").hidden = note === "";
     byId("live-note").textContent = note;
     if (this.#timer === timer) this.#schedule(POLL_MILLISECONDS);
-  }
-
-  /** Only the engines know the cache; the server has all other figures, also while no engine runs. */
-  async #askForCache(signal) {
-    try {
-      return await ask("cache_summary", { signal });
-    } catch (error) {
-      if (!(error instanceof ApiError) || error.status < 500) throw error;
-      return { error: error.message };
-    }
   }
 
   #show(state, caches) {
@@ -116,16 +109,16 @@ export class Live {
     if (restarted) this.#samples = [];
     const recent = this.#since(state.seconds - RATE_SECONDS);
     const rate = (name) => recent ? (counters[name] - recent.counters[name]) / (state.seconds - recent.seconds) : 0;
-    const early = this.#since(state.seconds - WINDOW_SECONDS);
+    const early = this.#since(state.seconds - WINDOW_SECONDS) ?? sample;
     const spread = (name, { bounds, counts }) => {
-      const fresh = counts.map((count, at) => Math.max(count - (early?.histograms[name][at] ?? 0), 0));
+      const fresh = counts.map((count, at) => Math.max(count - early.histograms[name][at], 0));
       return [0.5, 0.95, 0.99].map((part) => percentile(bounds, fresh, part));
     };
-    const prompts = counters.prompt - (early?.counters.prompt ?? 0);
+    const prompts = counters.prompt - early.counters.prompt;
     Object.assign(sample, {
       output: rate("output"),
       prompt: rate("prompt"),
-      hitRate: prompts > 0 ? (counters.cached - (early?.counters.cached ?? 0)) / prompts : null,
+      hitRate: prompts > 0 ? (counters.cached - early.counters.cached) / prompts : null,
       ttft: spread("ttft", state.first_token),
       itl: spread("itl", state.inter_token),
     });
@@ -166,6 +159,17 @@ export class Live {
     tile.unit.textContent = unit;
     tile.more.textContent = more;
     tile.box.className = busy ? "tile busy" : "tile";
+  }
+}
+
+/** Only the engines know the cache; the server has all other figures, also while no engine answers. */
+async function askForCache() {
+  try {
+    return await ask("cache_summary", { signal: AbortSignal.timeout(ENGINE_MILLISECONDS) });
+  } catch (error) {
+    if (error.name === "TimeoutError") return { error: "the engine does not answer" };
+    if (!(error instanceof ApiError) || error.status < 500) throw error;
+    return { error: error.message };
   }
 }
 

@@ -115,7 +115,7 @@ export class Reply {
 
   /** @param {string} message */
   fail(message) {
-    this.element.append(make("p", { class: "problem", role: "alert" }, message));
+    this.#about.before(make("p", { class: "problem", role: "alert" }, message));
   }
 
   /** @param {(results: {id: string, text: string}[]) => void} send gets a result for each call */
