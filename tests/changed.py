@@ -113,7 +113,7 @@ def _importers(modules: set[str], helpers: set[str]) -> set[str]:
     imported = {f"helpers.{path.stem}": imported_names(path) for path in (ROOT / "tests/helpers").glob("*.py")}
     while more := {name for name, names in imported.items() if name not in wanted and names & wanted}:
         wanted |= more
-    tests = (path for path in (ROOT / "tests").rglob("test_*.py") if "on_ray" not in path.parts)
+    tests = (path for path in (ROOT / "tests").rglob("test_*.py") if not {"on_ray", "web"} & {*path.parts})
     return {str(path.relative_to(ROOT)) for path in tests if imported_names(path) & wanted}
 
 

@@ -89,11 +89,13 @@ TPU = (
 )
 TRITON = ("torch_backend/kernels", "tests/helpers/triton_ahead_of_time.py", "tests/helpers/triton_inventory.py")
 SOAK_SERVER = ("benchmarks/soak_server.py", "benchmarks/soak_clients.py", "benchmarks/soak_watch.py")
+WEB_TESTS = ("tests/web", "tests/helpers/web_page.py", "tests/helpers/echo_server.py")
 RAY_TESTS = ("tests/on_ray", "tests/helpers/ray_cluster.py", "tests/helpers/ray_command.py", "examples/ray_serve.py")
 INSTALLED = ("pyproject.toml", "requirements", "Dockerfile", "tests/package_trial.py", "tests/helpers/dockerfile.py")
 
 PROOFS = (
     target("ray-test", *HOST, *RAY_TESTS, "pyproject.toml"),
+    target("web-test", *HOST, *WEB_TESTS, "pyproject.toml"),
     target("client-test", *HOST, "tests/clients", "pyproject.toml"),
     target("package-test", *PRODUCT, "tpu", *INSTALLED),
     target("docs", "docs", "README.md", "CHANGELOG.md", "mkdocs.yml", "pyproject.toml", *HOST),

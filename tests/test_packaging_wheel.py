@@ -16,6 +16,12 @@ PACKAGES = ("sglang_jax", "torch_backend", "tpu")
 
 BUILD = "from setuptools.build_meta import build_wheel; build_wheel('wheels')"
 
+# the page at /
+WEB = (
+    *("api.js", "base.css", "cache.js", "charts.js", "chat.css", "chat.js", "dom.js", "icon.svg"),
+    *("index.html", "live.css", "live.js", "main.js", "markdown.js", "settings.js", "turns.js"),
+)
+
 # programs, entry points, and modules that users import: the wheel does not import these itself
 STARTS = {
     "sglang_jax.__main__",
@@ -57,6 +63,7 @@ def test_the_wheel_has_only_the_data_that_a_server_or_check_reads(files: list[st
     assert data == [
         "sglang_jax/kernels/ragged_paged_attention/pallas/block_sizes.json",
         "sglang_jax/py.typed",
+        *(f"sglang_jax/server/web/{name}" for name in WEB),
         "sglang_jax/spellings.toml",
         "torch_backend/py.typed",
         "tpu/py.typed",

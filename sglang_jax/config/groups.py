@@ -154,6 +154,7 @@ FIELDS: Mapping[OptionGroup, Sequence[str]] = {
         "admin_api_key_file",
         "allowed_hosts",
         "allowed_origins",
+        "disable_web_ui",
     ),
     OptionGroup.CHAT: ("chat_template", "tool_call_parser", "reasoning_parser", "max_tools_per_request"),
     OptionGroup.LIMITS: (

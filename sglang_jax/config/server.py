@@ -130,6 +130,7 @@ class ServerConfig(EngineConfig):
         description="ORIGIN,...: origins of web pages that may call this server from a browser (CORS), such as "
         "https://chat.example.org; *: all; default: none",
     )
+    disable_web_ui: bool = Field(False, description="serve no web page at / for browsers")
     chat_template: str | None = Field(None, description="Jinja file, or the template itself; default: the tokenizer's")
     tool_call_parser: ToolCallParser = Field(
         ToolCallParser.AUTO,

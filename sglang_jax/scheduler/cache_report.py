@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections.abc import Iterable
 
 import msgspec
 
+from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.invariants import page_balance
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import Node
@@ -15,6 +17,12 @@ from sglang_jax.scheduler.sessions import Session
 
 MAX_NODES = 256
 """Maximum nodes in a report: those with the most tokens and uses, and their ancestors."""
+
+SUMMARY_NODES = 96
+"""Maximum nodes in a summary: those on which the most requests and sessions depend, then those with the most hits."""
+
+VISITED_NODES = 2048
+"""Maximum nodes that a summary visits. Of a node's children, it visits the newest first."""
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +79,76 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     sessions: list[SessionReport]
 
 
+class PoolSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages, or slots, of one cache group by owner; they add up to `total`. `used`: by requests; `session`: kept by
+    sessions; `cached`: evictable."""
+
+    name: str
+    unit: str
+    total: int
+    free: int
+    cached: int
+    session: int
+    used: int
+
+
+class CacheSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The cache of one core in a few numbers. `num_nodes`: of the tree; `nodes`: the most used, each after its
+    parent."""
+
+    page_size: int
+    num_nodes: int
+    num_namespaces: int
+    groups: list[PoolSummary]
+    nodes: list[NodeReport]
+
+
+def summarize_cache(cache: KVCache) -> CacheSummary:
+    """Takes a bounded time, however large the tree is."""
+    return CacheSummary(
+        page_size=cache.page_size,
+        num_nodes=cache.tree.num_nodes,
+        num_namespaces=len(cache.tree.roots),
+        groups=[_pool(cache, group) for group in cache.groups],
+        nodes=[_node(cache, node) for node in _most_used(cache.tree.roots.values())],
+    )
+
+
+def _pool(cache: KVCache, group: Group) -> PoolSummary:
+    balance = page_balance(cache, group)
+    return PoolSummary(
+        name=group.name,
+        unit=_unit(group),
+        total=balance.total,
+        free=balance.free,
+        cached=balance.evictable,
+        session=balance.session,
+        used=balance.protected + balance.request_owned + balance.retired,
+    )
+
+
+def _most_used(roots: Iterable[Node]) -> list[Node]:
+    """A child has at most the locks and hits of its parent, so the best of the nodes below those already chosen is the
+    best of all others."""
+    chosen: list[Node] = []
+    below: list[tuple[int, int, int, Node]] = []
+    left = VISITED_NODES
+
+    def visit(parent: Node) -> None:
+        nonlocal left
+        for child in itertools.islice(reversed(parent.children.values()), left):
+            left -= 1
+            heapq.heappush(below, (-child.locks, -child.hits, child.id, child))
+
+    for root in itertools.islice(roots, VISITED_NODES):
+        visit(root)
+    while below and len(chosen) < SUMMARY_NODES:
+        node = heapq.heappop(below)[-1]
+        chosen.append(node)
+        visit(node)
+    return chosen
+
+
 def report_cache(cache: KVCache, sessions: Iterable[Session], now: float | None = None) -> CacheReport:
     """Visits every node once: about 0.1 s for ten thousand. `now`: by the sessions' clock."""
     nodes = list(cache.tree.nodes())
@@ -91,7 +169,7 @@ def _groups(cache: KVCache, nodes: list[Node]) -> list[GroupReport]:
         reports.append(
             GroupReport(
                 name=group.name,
-                unit="slot" if group.unit == "slot" else "page",
+                unit=_unit(group),
                 total=balance.total,
                 free=balance.free,
                 evictable=balance.evictable,
@@ -103,6 +181,10 @@ def _groups(cache: KVCache, nodes: list[Node]) -> list[GroupReport]:
             )
         )
     return reports
+
+
+def _unit(group: Group) -> str:
+    return "slot" if group.unit == "slot" else "page"
 
 
 def _chosen(nodes: list[Node]) -> list[Node]:

@@ -159,6 +159,13 @@ class GetCacheReport(Command[Figures], tag="cache_report", frozen=True):
         return [{"replica": 0, **msgspec.json.decode(reply.report)}]
 
 
+class GetCacheSummary(Command[Figures], tag="cache_summary", frozen=True):
+    """Returns a `CacheSummary` of each serving replica, with the replica's number. It is cheap enough to be polled."""
+
+    def read(self, reply: Reply) -> Figures:
+        return [{"replica": 0, **msgspec.json.decode(reply.report)}]
+
+
 class StartProfile(Command[list[str]], tag="start_profile", frozen=True):
     """Records a profile of the runner into a folder, for `steps` steps or until `StopProfile` (None). Returns the
     folders, one per replica; a server behind this one has its own. Raises `ParameterError` during a recording, or for a
@@ -285,6 +292,7 @@ COMMANDS: dict[type[Command[Any]], Rule[Any]] = dict(
         _entry(ResumeMemory, Each(_nothing)),
         _entry(GetState, Each(_states, absent=_absent_state, seconds=STATE_SECONDS)),
         _entry(GetCacheReport, Each(_numbered)),
+        _entry(GetCacheSummary, Each(_numbered)),
         _entry(StartProfile, AllOrNone(_lists, lambda _: "no replica is recording", undo=StopProfile())),
         _entry(
             StopProfile,

@@ -16,6 +16,7 @@ from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.runner.protocol import Runner, RunnerReport
 from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler import commands
+from sglang_jax.scheduler.cache_report import summarize_cache
 from sglang_jax.scheduler.commands import PauseMode
 from sglang_jax.scheduler.expert_watch import ExpertWatch
 from sglang_jax.scheduler.messages import (
@@ -176,6 +177,8 @@ class SchedulerLoop:
                 return Reply(call, True, state=self._state())
             case commands.GetCacheReport():
                 return Reply(call, True, report=msgspec.json.encode(scheduler.report_cache()))
+            case commands.GetCacheSummary():
+                return Reply(call, True, report=msgspec.json.encode(summarize_cache(scheduler.cache)))
             case commands.StartProfile(folder, steps):
                 self._profiling.start(folder, steps, scheduler.log.steps)
                 return Reply(call, True, folder)

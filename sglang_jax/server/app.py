@@ -32,6 +32,7 @@ from sglang_jax.server.parsing import parsing_router
 from sglang_jax.server.request_body import BodyLimit
 from sglang_jax.server.responses import responses_router
 from sglang_jax.server.scores import scores_router
+from sglang_jax.server.web_ui import WebPages, web_router
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ def create_app(context: ServerContext, service: Service | None = None) -> FastAP
         streamed=() if context.files is None else {("POST", UPLOAD_PATH)},
     )
     app.add_middleware(ApiKeyMiddleware, callers=context.callers)  # runs before BodyLimit
+    if not config.disable_web_ui:
+        app.add_middleware(WebPages)  # runs before the check of keys
     app.add_middleware(AllowedOrigins, origins=config.origins())
     app.add_middleware(WithoutTrailingSlash)  # the last added runs first
     return app
@@ -102,6 +105,8 @@ def create_routes(context: ServerContext, service: Service | None = None) -> Fas
         scores_router(context),
         metrics_router(context.metrics),
     ]
+    if not context.config.disable_web_ui:
+        routers.append(web_router(context))
     if context.files is not None:
         routers.append(files_router(context.files, context.config.client_timeout))
     if service is not None:

@@ -311,6 +311,7 @@ REMOTE_CALLS: dict[type[Command[Any]], RemoteCall[Any, Any]] = dict(
         ),
         _entry(commands.GetState, RemoteCall("/server_info", _states, method="GET")),
         _entry(commands.GetCacheReport, RemoteCall("/cache_report", _reports, method="GET")),
+        _entry(commands.GetCacheSummary, RemoteCall("/cache_summary", _reports, method="GET")),
         _entry(commands.StartProfile, RemoteCall("/start_profile", _folders, _profile_body, seconds=PROFILE_SECONDS)),
         _entry(commands.StopProfile, RemoteCall("/stop_profile", _folders, lambda _: {}, seconds=PROFILE_SECONDS)),
     ]

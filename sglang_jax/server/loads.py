@@ -65,14 +65,15 @@ def loads_router(client: EngineClient) -> APIRouter:
     async def loads() -> Response:
         """Running and queued requests, memory and state of each replica."""
         now = datetime.now(UTC).isoformat()
-        each = [_load(one, now) for one in client.loads()]
+        each = [load_of(one, now) for one in client.loads()]
         answer = Loads(timestamp=now, version=version(), dp_rank_count=len(each), loads=each, aggregate=_all(each))
         return json_response(answer)
 
     return router
 
 
-def _load(one: ReplicaLoad, now: str) -> Load:
+def load_of(one: ReplicaLoad, now: str) -> Load:
+    """Returns a replica's load; `now`: the time, in ISO 8601."""
     stats = one.stats
     return Load(
         dp_rank=one.index,

@@ -44,7 +44,7 @@ class OwnPagesOnly:
 
     A server on the loopback interface without a key is protected only by being local, but local browsers run pages of
     any site. Such a page cannot read the answer, but its request would be executed. Browsers mark such requests with
-    `Sec-Fetch-Site: cross-site`.
+    `Sec-Fetch-Site: cross-site`. A link to `/` may be followed: the answer fills the window, and has no effect.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
@@ -54,7 +54,8 @@ class OwnPagesOnly:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            if headers.get("sec-fetch-site") == "cross-site" and not is_allowed(headers, self._origins):
+            foreign = headers.get("sec-fetch-site") == "cross-site" and not _opens_start(scope, headers)
+            if foreign and not is_allowed(headers, self._origins):
                 error = ForeignPageError(
                     "this server has no key, and a page of another site sent this request: add the page's origin to "
                     "--allowed-origins, or set --api-key"
@@ -62,6 +63,11 @@ class OwnPagesOnly:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _opens_start(scope: Scope, headers: Headers) -> bool:
+    """Whether a window, not a frame, opens `/`."""
+    return scope["method"] == "GET" and scope["path"] == "/" and headers.get("sec-fetch-dest") == "document"
 
 
 def is_address(name: str) -> bool:

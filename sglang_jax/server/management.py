@@ -15,7 +15,7 @@ from sglang_jax.engine.types import EngineClient, GenerateInput, ReplicaLoad, Re
 from sglang_jax.engine.validation import check_repeated
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.scheduler.commands import GetCacheReport, GetState
+from sglang_jax.scheduler.commands import GetCacheReport, GetCacheSummary, GetState
 from sglang_jax.server.context import ServerContext, new_id
 from sglang_jax.server.control import OPERATORS_ONLY
 from sglang_jax.server.errors import ShuttingDownError, UnavailableError
@@ -171,6 +171,11 @@ def information_router(context: ServerContext) -> APIRouter:
     async def cache_report() -> Response:
         """Contents of each replica's prefix cache: pools, the largest and most used nodes of the tree, sessions."""
         return json_response({"replicas": await context.client.call(GetCacheReport())})
+
+    @router.get("/cache_summary", dependencies=OPERATORS_ONLY)
+    async def cache_summary() -> Response:
+        """Pools of each replica's prefix cache, and the most used nodes of its tree; cheap enough to be polled."""
+        return json_response({"replicas": await context.client.call(GetCacheSummary())})
 
     @router.get("/get_server_info", dependencies=OPERATORS_ONLY)
     @router.get("/server_info", dependencies=OPERATORS_ONLY)

@@ -145,6 +145,16 @@ class LatencyHistogram(Collector):
         self._counts[bisect_left(self._bounds, seconds)] += count
         self._sum += seconds * count
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Upper bounds of the buckets, in seconds, without the last, which is infinite."""
+        return self._bounds[:-1]
+
+    @property
+    def counts(self) -> list[int]:
+        """Values in each bucket since the start; one more bucket than bounds."""
+        return list(self._counts)
+
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
         buckets = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)

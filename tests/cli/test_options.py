@@ -128,6 +128,7 @@ OTHER_VALUES: dict[str, Any] = {
     "client_timeout": 5.0,
     "allowed_hosts": "a.example,b.example",
     "allowed_origins": "https://a.example,http://localhost:3000",
+    "disable_web_ui": True,
     "chat_template": "template.jinja",
     "tool_call_parser": "mistral",
     "reasoning_parser": "qwen3",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from sglang_jax.architectures import CacheKind
@@ -24,11 +25,13 @@ from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
+from sglang_jax.scheduler.cache_report import CacheSummary
 from sglang_jax.scheduler.commands import (
     CloseSession,
     ContinueGeneration,
     FlushCache,
     GetCacheReport,
+    GetCacheSummary,
     GetState,
     NameWeights,
     OpenSession,
@@ -228,6 +231,9 @@ class EchoCore:
                 self._channel.send(Reply(message.call, True, str(len(self._requests))))
             case GetCacheReport():
                 self._channel.send(Reply(message.call, True, report=b"{}"))
+            case GetCacheSummary():
+                empty = CacheSummary(page_size=1, num_nodes=0, num_namespaces=0, groups=[], nodes=[])
+                self._channel.send(Reply(message.call, True, report=msgspec.json.encode(empty)))
             case GetState():
                 self._channel.send(Reply(message.call, True, state=self._state()))
             case Shutdown():

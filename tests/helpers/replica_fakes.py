@@ -26,6 +26,7 @@ from sglang_jax.scheduler.commands import (
     CloseSession,
     FlushCache,
     GetCacheReport,
+    GetCacheSummary,
     GetState,
     OpenSession,
     StartProfile,
@@ -132,7 +133,7 @@ class ScriptedLink:
                 if not self.profiles:
                     raise ParameterError("no profile is being recorded")
                 return [self.profiles.pop()]
-            case GetCacheReport():
+            case GetCacheReport() | GetCacheSummary():
                 return [{"num_nodes": 3}]
             case GetState():
                 return [{"steps": 3}]

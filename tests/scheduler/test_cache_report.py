@@ -11,7 +11,7 @@ from helpers.simulation import STATE
 
 from sglang_jax.cli.cache_report import as_svg, as_text
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.cache_report import MAX_NODES, CacheReport
+from sglang_jax.scheduler.cache_report import MAX_NODES, CacheReport, CacheSummary, summarize_cache
 from sglang_jax.scheduler.commands import OpenSession
 from sglang_jax.scheduler.messages import SessionTurn
 
@@ -67,6 +67,43 @@ def test_a_large_tree_is_reported_in_part_with_the_ancestors() -> None:
     for node in report.nodes:
         assert node.parent in seen
         seen.add(node.id)
+
+
+def test_a_summary_has_the_most_used_nodes_and_all_pages() -> None:
+    bench = used()
+    cache = bench.scheduler.cache
+    summary = summarize_cache(cache)
+    for pool, group in zip(summary.groups, bench.scheduler.report_cache().groups, strict=True):
+        assert pool.total == pool.free + pool.cached + pool.session + pool.used
+        assert (pool.name, pool.unit, pool.total) == (group.name, group.unit, group.total)
+        assert (pool.free, pool.cached, pool.session) == (group.free, group.evictable, group.session)
+        assert pool.used > 0
+    assert summary.num_nodes == len(summary.nodes) == cache.tree.num_nodes
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=CacheSummary) == summary
+
+
+def test_a_summary_visits_few_nodes_and_chooses_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_jax.scheduler.cache_report.SUMMARY_NODES", 12)
+    bench = Bench(pages=900, page_size=1, context=64)
+    for number in range(150):
+        bench.add([1 + number % 7, 10 + number % 5, 20 + number // 35, 5], 1)
+    bench.run()
+    for number in range(3):
+        bench.add([2, 12, 21, 30 + number], sampling=SamplingParams(max_new_tokens=40, ignore_eos=True))
+    for _ in range(5):
+        bench.scheduler.step()
+    nodes = list(bench.scheduler.cache.tree.nodes())
+    best = sorted(((node.locks, node.hits) for node in nodes), reverse=True)[:12]
+    chosen = summarize_cache(bench.scheduler.cache).nodes
+    assert [(one.requests + one.sessions, one.hits) for one in chosen] == best
+    assert best[0][0] == 3
+    seen = {0}
+    for one in chosen:
+        assert one.parent in seen
+        seen.add(one.id)
+    monkeypatch.setattr("sglang_jax.scheduler.cache_report.VISITED_NODES", 5)
+    few = summarize_cache(bench.scheduler.cache).nodes
+    assert 0 < len(few) <= 5 < len(nodes)
 
 
 def test_text_and_picture_of_a_report() -> None:

@@ -25,6 +25,8 @@ OPERATORS_ROUTES = (
     ("GET", "/server_info"),
     ("GET", "/get_server_info"),
     ("GET", "/cache_report"),
+    ("GET", "/cache_summary"),
+    ("GET", "/ui/state"),
     ("GET", "/v1/loads"),
     ("GET", "/metrics"),
     ("GET", "/flush_cache"),
@@ -509,6 +511,17 @@ class TestServersWithoutAKey:
             found = server.http.get("/flush_cache", headers={"Sec-Fetch-Site": site})
             assert found.status_code == status
             assert status == 200 or found.json()["error"]["code"] == "foreign_page"
+
+    def test_a_link_of_another_page_opens_only_the_start_in_a_window(self, server: EchoServer) -> None:
+        link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+        frame = {**link, "Sec-Fetch-Dest": "iframe"}
+        for method, path, headers, status in (
+            ("GET", "/", link, 200),
+            ("GET", "/", frame, 403),
+            ("POST", "/", link, 403),
+            ("GET", "/flush_cache", link, 403),
+        ):
+            assert server.http.request(method, path, headers=headers).status_code == status
 
     @pytest.mark.parametrize("options", [{"api_key": "k"}, {"host": "0.0.0.0"}])
     def test_with_a_key_or_on_a_public_address_origins_are_not_checked(self, options: dict[str, str]) -> None:
