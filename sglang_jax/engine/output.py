@@ -139,7 +139,7 @@ class Completion:
         self._new_logprobs += delta.logprobs
         self._num_logprobs += len(delta.logprobs)
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
-        self.drafts, self._sampled = delta.drafts, delta.sampled
+        self.drafts, self._sampled, self.pooled = delta.drafts, delta.sampled, delta.pooled
         self.weight_version = delta.weight_version
         if delta.queue_seconds is not None:
             self.queue_seconds = delta.queue_seconds

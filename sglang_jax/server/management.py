@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sglang_jax.about import version
+from sglang_jax.engine.pooling import NO_SAMPLES
 from sglang_jax.engine.types import EngineClient, GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_repeated
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError
 from sglang_jax.sampling import SamplingParams
+from sglang_jax.sampling.wants import POOLED
 from sglang_jax.scheduler.commands import GetCacheReport, GetCacheSummary, GetState
 from sglang_jax.server.context import ServerContext, new_id
 from sglang_jax.server.control import OPERATORS_ONLY
@@ -89,13 +91,15 @@ def health_router(context: ServerContext) -> APIRouter:
 
     @router.get("/health_generate")
     async def health_generate() -> dict[str, str]:
-        """200 if the engine generates one token within 20 seconds, otherwise 503."""
+        """200 if the engine generates one token, or a vector, within 20 seconds, otherwise 503."""
         check()
         prompt = GenerateInput(
             prompt=[context.client.model_info.bos_token_id or 0],
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
             request_id=new_id("health"),
         )
+        if context.client.model_info.pooler is not None:
+            prompt = replace(prompt, sampling=NO_SAMPLES, wants=POOLED)
         try:
             await asyncio.wait_for(context.collect(prompt.request_id or "", [prompt], len), HEALTH_SECONDS)
         except TimeoutError as error:

@@ -74,6 +74,8 @@ class NativeFormat:
             meta["spec_verify_ct"] = delta.drafts.steps
             meta["spec_draft_token_num"] = delta.drafts.drafts
             meta["spec_accept_token_num"] = delta.drafts.right
+        if delta.pooled is not None:
+            meta["pooled"] = delta.pooled.tolist()
         if prompt.return_logprob:
             positions = delta.prompt_logprobs or []
             meta["input_token_logprobs"] = json_list(positions, self._entry)

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ParameterError
 from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.sampling.wants import MAX_SCORED_TOKENS, POOLED, SAMPLES, TokenScores, Wants
 from sglang_jax.server.callers import Claim
 from sglang_jax.server.context import new_id, prompt_ids
 from sglang_jax.server.fields import (
@@ -37,6 +38,19 @@ MAX_MARKERS = 64
 Value = TypeVar("Value")
 
 
+class WantsBody(Body):
+    """`wants`: another result than samples, for a server in front of this one. `pooled`: the prompt's vector or scores;
+    `token_ids`: the logprobs of these tokens after it."""
+
+    pooled: bool | None = None
+    token_ids: Annotated[Many[int], Field(max_length=MAX_SCORED_TOKENS)] | None = None
+
+    def wants(self) -> Wants:
+        if self.token_ids:
+            return TokenScores(tuple(self.token_ids))
+        return POOLED if self.pooled else SAMPLES
+
+
 class GenerateBody(Body):
     """One prompt, or a batch. In a batch, a single value applies to all prompts; a list has one value per prompt."""
 
@@ -57,6 +71,7 @@ class GenerateBody(Body):
     continues_text: bool | None = None
     session_params: OneOrMany[SessionParamsBody] | None = None
     marker_token_ids: Annotated[Many[int], Field(max_length=MAX_MARKERS)] | None = None
+    wants: WantsBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +135,7 @@ def native_request(
             markers=frozenset(body.marker_token_ids or ()),
             session=turns[number],
             shared_len=shared_length_of(headers),
+            wants=SAMPLES if body.wants is None else body.wants.wants(),
         )
         for number in range(count)
     ]

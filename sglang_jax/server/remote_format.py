@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 
 from sglang_jax.config import DEFAULT_WEIGHT_VERSION
 from sglang_jax.engine.output import RequestOutputs
@@ -15,6 +16,7 @@ from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, Token
 from sglang_jax.logs import REQUEST_ID, REQUEST_ID_HEADER
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.sampling.wants import PooledVector, TokenScores
 from sglang_jax.scheduler.messages import DraftCounts
 from sglang_jax.server.fields import BACKGROUND_HEADER, CLIENT_REQUEST_HEADER, SHARED_LENGTH_HEADER, TENANT_HEADER
 
@@ -59,6 +61,11 @@ def request_body(tokenized: TokenizedRequest, name: str, context_length: int) ->
         body["extra_key"] = tokenized.namespace
     if request.routing_key:
         body["routing_key"] = request.routing_key
+    match request.wants:
+        case PooledVector():
+            body["wants"] = {"pooled": True}
+        case TokenScores(token_ids):
+            body["wants"] = {"token_ids": list(token_ids)}
     if (turn := tokenized.session) is not None:
         body["session_params"] = {"id": turn.session, "rid": turn.after, "turn": turn.name, "opening": turn.bos}
         if turn.whole:
@@ -143,6 +150,7 @@ def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: boo
         prompt_logprobs=prompt_logprobs,
         drafts=_drafts(meta),
         weight_version=meta.get("weight_version", DEFAULT_WEIGHT_VERSION),
+        pooled=np.array(meta["pooled"], np.float32) if "pooled" in meta else None,
     )
     outputs.started = True
     outputs.completions[delta.index].add(delta)

@@ -19,6 +19,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from sglang_jax import logs
 from sglang_jax.about import documentation, version
+from sglang_jax.architectures.pooling import Pooler
 from sglang_jax.config import LogFormat, LogLevel, ServerConfig
 from sglang_jax.engine.allocator import FreeMemory, limit_free_memory
 from sglang_jax.engine.collector import frozen_heap
@@ -356,8 +357,20 @@ def _announce(context: ServerContext, url: str, begin: float) -> None:
     print(
         f"Ready after {time.perf_counter() - begin:.1f} s{more}: serving {context.config.model_name} at {url}. "
         f"Its routes: {url}{ROUTES_PATH}; documentation: {documentation('operations.md')}. Try it:\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
-        ' -d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
-        '"max_tokens": 100, "temperature": 0}\'',
+        f"  {_example(context.client.model_info.pooler, url, key)}",
         flush=True,
     )
+
+
+def _example(pooler: Pooler | None, url: str, key: str) -> str:
+    """A command that shows what the model does."""
+    path, body = "/v1/embeddings", '{"input": ["The capital of France is Paris."]}'
+    if pooler is None:
+        path = "/v1/chat/completions"
+        body = (
+            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
+            '"max_tokens": 100, "temperature": 0}'
+        )
+    elif pooler.labels:
+        path = "/classify"
+    return f"curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'"

@@ -24,12 +24,18 @@ OPERATIONS: Mapping[str, str] = {
     "/v1/messages": "chat",
     "/api/chat": "chat",
     "/api/generate": "text_completion",
+}
+"""The routes that generate, and the names of OpenTelemetry's conventions for what they do."""
+
+OPERATIONS_ON_TEXTS: Mapping[str, str] = {
     "/v1/embeddings": "embeddings",
     "/classify": "classify",
     "/v1/score": "score",
     "/v1/rerank": "rerank",
 }
-"""The routes that ask the engine, and the names of OpenTelemetry's conventions for what they do."""
+"""The routes for vectors and scores, and the same names, of which the conventions have only the first."""
+
+_TRACED = {**OPERATIONS, **OPERATIONS_ON_TEXTS}
 
 PROVIDER = "sglang_jax"
 
@@ -303,10 +309,10 @@ class Traced:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = scope["path"].rstrip("/") if scope["type"] == "http" and scope["method"] == "POST" else ""
-        if route not in OPERATIONS:
+        if route not in _TRACED:
             await self._app(scope, receive, send)
             return
-        operation = OPERATIONS[route]
+        operation = _TRACED[route]
         attributes: dict[str, Value] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": PROVIDER,

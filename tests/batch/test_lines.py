@@ -123,7 +123,7 @@ def test_invalid_defaults_are_refused(text: str, words: str) -> None:
         ({"custom_id": "a", "body": {}, "prompt": "x"}, "malformed_request", ["prompt", "body"]),
         ({"url": "/v1/completions", "body": {"prompt": "x"}}, "missing_field", ["custom_id"]),
         ({"custom_id": "a", "body": {"prompt": "x"}}, "missing_field", ["url", "/v1/completions"]),
-        ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "invalid_value", ["/v1/embeddings", "/generate"]),
+        ({"custom_id": "a", "url": "/v1/moderations", "body": {}}, "invalid_value", ["/v1/moderations", "/generate"]),
         ({"custom_id": "a", "url": 5, "body": {}}, "invalid_value", ["url", "5"]),
         ({"custom_id": "a", "url": "/generate", "method": "GET", "body": {}}, "invalid_value", ["GET"]),
         ({"custom_id": "a", "url": "/generate", "body": [1]}, "malformed_request", ["body", "array"]),

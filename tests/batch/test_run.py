@@ -64,7 +64,7 @@ def test_the_engine_is_required_and_another_engines_runner_is_refused(
 ) -> None:
     write(tmp_path / "in.jsonl", {"prompt": "plain"})
     assert run("--runner", "pooling", "--engine", "local") == 2
-    assert "Error: --runner is not implemented" in capsys.readouterr().err
+    assert "Error: --runner is not available" in capsys.readouterr().err
     assert run("--engine", "local") == 0
     assert [text_of(answer) for answer in read(tmp_path / "out.jsonl")] == ["plain"]
 
@@ -127,7 +127,7 @@ def test_failed_lines_are_in_the_error_file_and_stop_no_other(
         {"prompt": [259]},
         {"prompt": "\ud800"},
         {"custom_id": "g", "url": "/v1/completions", "body": {}},
-        {"custom_id": "h", "url": "/v1/embeddings", "body": {}},
+        {"custom_id": "h", "url": "/v1/moderations", "body": {}},
         {"prompt": "x", "stream": True},
         {"prompt": ""},
         {"prompt": "two"},

@@ -180,7 +180,7 @@ def test_refused_lines_are_in_the_error_file(keyed: EchoServer) -> None:
         ([b"", b" "], [("empty_file", None)]),
         ([line(0), b"{nonsense"], [("malformed_json", 2)]),
         (
-            [line(0), b"", {**line(1), "url": CHAT}, {**line(2), "url": "/v1/embeddings"}],
+            [line(0), b"", {**line(1), "url": CHAT}, {**line(2), "url": "/v1/moderations"}],
             [("mismatched_url", 3), ("invalid_value", 4)],
         ),
         ([line(0), line(1), line(0)], [("duplicate_custom_id", 3)]),
@@ -206,7 +206,7 @@ def test_bad_inputs_fail_before_any_line_runs(keyed: EchoServer, lines: list[Any
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "24"}, "completion_window"),
         ({"completion_window": "0h"}, "completion_window"),
         ({"completion_window": "721h"}, "completion_window"),

@@ -86,7 +86,7 @@ def test_vectors(name: str, backend: str, tmp_path: Path) -> None:
         found = engine.embed(TEXTS)
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
         again = np.stack([engine.embed(text) for text in TEXTS])
-        np.testing.assert_allclose(again, found, atol=1e-6, rtol=1e-5)  # alone, in other chunks, from the cache
+        np.testing.assert_allclose(again, found, atol=1e-6, rtol=1e-5)  # in other chunks, from the cache
         cut = engine.embed(TEXTS[2], dimensions=8, normalize=True)
         np.testing.assert_allclose(cut, expected[2][:8] / np.linalg.norm(expected[2][:8]), atol=1e-4)
         with pytest.raises(ParameterError, match="dimensions must be between 1 and 64"):

@@ -273,7 +273,6 @@ def test_unknown_routes_and_methods_are_refused(server: EchoServer) -> None:
         ("/v1/files", "sglang-jax batch"),
         ("/v1/batches", "sglang-jax batch"),
         ("/embeddings", "POST /v1/embeddings"),
-        ("/api/embed", "POST /v1/embeddings"),
         ("/v1/filesx", "GET /docs"),
         ("/v1/chat/completion", "did you mean POST /v1/chat/completions?"),
         ("/v1/v1/chat/completions", "did you mean POST /v1/chat/completions?"),

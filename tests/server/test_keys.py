@@ -242,6 +242,10 @@ class TestRoles:
             ("POST", "/separate_reasoning"),
             ("GET", "/tokenizer_info"),
             ("POST", "/detokenize"),
+            ("POST", "/v1/embeddings"),
+            ("POST", "/classify"),
+            ("POST", "/v1/score"),
+            ("POST", "/v1/rerank"),
             ("POST", "/open_session"),
             ("POST", "/close_session"),
         }

@@ -238,4 +238,4 @@ def test_the_served_model_is_described_and_cannot_be_changed(server: EchoServer,
         response = server.http.request("DELETE" if path == "delete" else "POST", f"/api/{path}", json={"model": "m"})
         assert response.status_code == 404
         assert "cannot change it" in response.json()["error"]
-    assert "only generates text" in server.http.post("/api/embed", json={}).json()["error"]
+    assert "use POST /v1/embeddings" in server.http.post("/api/embed", json={}).json()["error"]

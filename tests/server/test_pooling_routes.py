@@ -157,7 +157,7 @@ def test_scores_of_tokens(backend: str, generating: Path) -> None:
         np.testing.assert_allclose(shares, [each.softmax(-1).numpy() for each in logprobs], atol=1e-4)
         assert error(server, "/v1/score", **{**body, "label_token_ids": [999]})[0] == "label_token_ids"
         param, message = error(server, "/v1/rerank", query="a", documents=["b"])
-        assert (param, "2 tokens" in message or "3 tokens" in message) == ("model", True)  # "no" is no token here
+        assert (param, "2 tokens" in message or "3 tokens" in message) == ("model", True)  # "yes" is not one token here
         assert post(server, "/v1/completions", prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 

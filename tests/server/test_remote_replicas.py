@@ -29,6 +29,7 @@ from sglang_jax.engine.types import EngineClient, GenerateInput, Origin, Session
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.sampling.grammar import Grammar, GrammarKind, choice_grammar, json_grammar, tag_grammar
+from sglang_jax.sampling.wants import TokenScores
 from sglang_jax.scheduler.messages import SessionTurn
 from sglang_jax.server import remote_link
 from sglang_jax.server.callers import Caller
@@ -551,6 +552,7 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
         continues_text=False,
         session=SessionTurnInput("s", after="r", name="x", opening=7, whole=True),
         shared_len=2,
+        wants=TokenScores((3, 1)),
     )
     plain = GenerateInput(prompt=[])
     defaults = [one.name for one in dataclasses.fields(sent) if getattr(sent, one.name) == getattr(plain, one.name)]
