@@ -331,7 +331,7 @@ def _announce(context: ServerContext, url: str, begin: float) -> None:
         f"Ready after {time.perf_counter() - begin:.1f} s{more}: serving {context.config.model_name} at {url}. "
         f"Its routes: {url}{ROUTES_PATH}; documentation: {documentation('operations.md')}. Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
-        ' -d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
+        ' -d \'{"messages": [{"role": "user", "content": "What is the capital of Japan?"}], '
         '"max_tokens": 100, "temperature": 0}\'',
         flush=True,
     )
