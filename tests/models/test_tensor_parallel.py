@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.family_cases import FAMILIES, LATENT
-from helpers.parity_cases import transformers_logits
+from helpers.family_cases import FAMILIES, HYBRIDS, LATENT
+from helpers.parity_cases import prompts, transformers_logits
 from helpers.quick_programs import xla_flags
 from helpers.tiny_models import make_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
-_TRANSFORMERS = """
+_BEGIN = """
 import re
 import sys
 from pathlib import Path
@@ -25,11 +26,23 @@ from pathlib import Path
 import jax
 import numpy as np
 from helpers.paged_model import PagedModel
+from helpers.parity_steps import check_resumed
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantization
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.sharding import make_mesh
 
 assert len(jax.devices()) == 4
+
+
+def check_sums(model, mesh, count, *case):
+    batch = model.batch([np.arange(9)] * 4, [0] * 4, {row: 1 for row in range(4)})
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = model._step.lower(model.state, model.kv_caches, batch).compile().as_text()
+    collectives = re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)[(]", program)
+    assert collectives == ["all-reduce"] * count, (*case, collectives)
+"""
+
+_TRANSFORMERS = """
 two, four = make_mesh(jax.devices()[:2]), make_mesh(jax.devices())
 stored = np.load(Path(sys.argv[1], "logits.npz"))
 sequences = [stored["tokens 0"], stored["tokens 1"]]
@@ -48,15 +61,6 @@ def loaded(name, mesh, **options):
     found = [stored[f"{name} {number}"][:length] for number, length in enumerate((12, 21))]
     compare(model, found, name, mesh, options)
     return model
-
-
-def check_sums(model, mesh, *case):
-    \"""One for embeddings, and two for a layer.\"""
-    batch = model.batch([np.arange(9)] * 4, [0] * 4, {row: 1 for row in range(4)})
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = model._step.lower(model.state, model.kv_caches, batch).compile().as_text()
-    collectives = re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)[(]", program)
-    assert collectives == ["all-reduce"] * (1 + 2 * len(model.kv_caches)), (*case, collectives)
 
 
 # Each device has its part of every matrix and of the pages.
@@ -92,7 +96,8 @@ for name, layers in (("gpt_oss", 2), ("qwen2_moe", 1)):
 # Latent attention: heads lie on four devices, of which each has all latent vectors.
 model = loaded("deepseek_v3", four)
 assert all(leaf.addressable_shards[0].data.shape == leaf.shape for leaf in jax.tree.leaves(model.kv_caches))
-check_sums(model, four, "deepseek_v3")
+# One of embeddings, and two of a layer.
+check_sums(model, four, 1 + 2 * len(model.kv_caches), "deepseek_v3")
 
 # Matrices of 8 bits, of which each device has its part with the scales of its rows; two kv heads, and experts, of
 # which two devices have the values with the scales of rows of whole experts. The same as on one device. Scales come
@@ -108,7 +113,7 @@ for name, kind, mesh in (
     assert len(values) >= 8
     assert all(leaf.addressable_shards[0].data.size * 4 == leaf.size for leaf in values)
     compare(model, expected, name)
-    check_sums(model, mesh, name)
+    check_sums(model, mesh, 1 + 2 * len(model.kv_caches), name)
 """
 
 
@@ -174,48 +179,41 @@ for name in sys.argv[2:]:
 """
 
 _STATES = """
-import re
-import sys
-from pathlib import Path
-
-import jax
-import numpy as np
-from helpers.family_cases import HYBRIDS, check_hybrid
-from helpers.paged_model import PagedModel
-from sglang_jax.layers.sharding import make_mesh
-
 # Fewer key heads and groups than devices, of which neighbours have the same; a norm over heads of two devices; both
 # kinds of mixer side by side. A sum over devices for embeddings, of each mixer and of each feed-forward part, or norm.
 for name in sys.argv[2:]:
     size = 2 if name == "falcon_h1" else 4
     mesh = make_mesh(jax.devices()[:size])
-    models = []
-
-    def load(folder, page_size, columns):
-        models.append(PagedModel(folder, mesh=mesh, page_size=page_size, columns=columns))
-        return models[-1]
-
+    stored = np.load(Path(sys.argv[1], name, "logits.npz"))
+    page_size = int(stored["page size"])
+    model = PagedModel(Path(sys.argv[1], name), mesh=mesh, page_size=page_size, columns=-(-64 // page_size))
     # Against transformers, chunks and cache hits among it.
-    check_hybrid(HYBRIDS[name], Path(sys.argv[1], name), load)
-    (model,) = models
+    check_resumed(model, [stored[f"{number}"] for number in range(4)])
     assert all(leaf.addressable_shards[0].data.size * size == leaf.size for leaf in jax.tree.leaves(model.kv_caches))
-    batch = model.batch([np.arange(9)] * 4, [0] * 4, {row: 1 for row in range(4)})
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = model._step.lower(model.state, model.kv_caches, batch).compile().as_text()
-    collectives = re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)[(]", program)
-    assert collectives == ["all-reduce"] * {"nemotron_h": 8}.get(name, 5), (name, collectives)
+    check_sums(model, mesh, {"nemotron_h": 8}.get(name, 5), name)
 """
+
+
+def write_states(folder: Path, names: Sequence[str]) -> None:
+    """As `write_models`, for the program of models with states."""
+    for name in names:
+        case = HYBRIDS[name]
+        make_tiny_checkpoint(folder / name, case.architecture, **case.changes)
+        logits = {
+            f"{number}": transformers_logits(case.architecture, tokens, **case.changes)
+            for number, tokens in enumerate(prompts())
+        }
+        np.savez(folder / name / "logits.npz", **logits, **{"page size": np.array(case.page_size)})
 
 
 @pytest.mark.parametrize(
     ("program", "names"),
     [
-        pytest.param(_TRANSFORMERS, (), id="heads, experts and 8 bits"),
+        pytest.param(_BEGIN + _TRANSFORMERS + _STATES, ("qwen3_5", "mamba2"), id="heads, experts, 8 bits and states"),
         pytest.param(_EXPERTS, ("qwen3_moe", "mixtral", "olmoe"), id="experts", marks=pytest.mark.soak),
         pytest.param(_EXPERTS, ("qwen2_moe", "gpt_oss", "granitemoe"), id="other experts", marks=pytest.mark.soak),
-        pytest.param(_STATES, ("qwen3_5", "mamba2"), id="heads with states"),
         pytest.param(
-            _STATES,
+            _BEGIN + _STATES,
             ("lfm2", "qwen3_next", "falcon_h1", "nemotron_h"),
             id="other layers with states",
             marks=pytest.mark.soak,
@@ -223,8 +221,10 @@ for name in sys.argv[2:]:
     ],
 )
 def test_logits_on_four_devices(program: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    if program == _TRANSFORMERS:
+    if _TRANSFORMERS in program:
         write_models(tmp_path)
+    if _STATES in program:
+        write_states(tmp_path, names)
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=4"),
