@@ -11,7 +11,7 @@ from openai import BadRequestError, OpenAI
 def main(url: str = "http://127.0.0.1:30000") -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="none")  # any text, unless the server has an --api-key
     model = client.models.list().data[0].id
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is the capital of Japan?"}]
 
     answer = client.chat.completions.create(model=model, messages=question, temperature=0, max_tokens=32)
     print(answer.choices[0].message.content)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
-import weakref
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from helpers.heap import keep_frozen
 from helpers.quick_programs import compile_quickly
 from hypothesis import HealthCheck, settings
 
@@ -47,32 +47,8 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        freeze_heap()
+        keep_frozen()
         gc.enable()
-
-
-class Garbage:
-    """Freed by the first full collection, except in a frozen heap."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-in_frozen_heap: weakref.ref[Garbage] | None = None
-
-
-def freeze_heap() -> None:
-    global in_frozen_heap
-    in_frozen_heap = weakref.ref(Garbage())
-    gc.freeze()
-
-
-def pytest_runtest_logfinish() -> None:
-    """Freezes the heap again after a test that unfroze it, such as one of a server that ends in this process. Otherwise
-    each later collection scans the million objects that exist since the start."""
-    if in_frozen_heap is not None and in_frozen_heap() is None:
-        gc.collect()
-        freeze_heap()
 
 
 # -- Parallel tests

@@ -112,7 +112,7 @@ PROOFS = (
     target("proxy-test", *HOST, "deploy/proxy", "benchmarks/proxies.py", "benchmarks/abuse.py"),
     target("kernel-table", *TRITON, "tests/helpers/triton_table.json"),
     target("tpu-check", "sglang_jax", "tpu", "tests/tpu", "tests/kernels"),
-    target("soak", *PRODUCT, "tests"),
+    target("soak", *PRODUCT, "tests", "docs/tutorial.md", "docs/images/draw_terminal.py"),
     target("test-cpus", *PRODUCT, "tests"),
     smoke("arrivals", "--part 16 --repeats 1", HOST),
     smoke("batch_driver", "--lines 2000 --repeats 1", HOST),

@@ -131,7 +131,7 @@ def test_openai_client(capsys: pytest.CaptureFixture[str]) -> None:
     with serve_echo() as server:
         run("openai_client.py", server.url)
     answer, cached, streamed, *tokens, refusal = capsys.readouterr().out.splitlines()
-    assert answer == streamed == "user: What is the capital of Fra"
+    assert answer == streamed == "user: What is the capital of Jap"
     assert cached == "2 prompt tokens came from the prefix cache"
     assert tokens[0] == "'u': -11.700"
     assert refusal.startswith("refused: temperature must be in [0, 100]")
@@ -150,7 +150,7 @@ def test_the_client_of_the_readme(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         monkeypatch.setattr(openai, "OpenAI", lambda base_url, api_key: client)
         exec(compile(block, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "user: What is the capital of France?\n\n"
+    assert capsys.readouterr().out == "user: What is the capital of Japan?\n\n"
 
 
 def test_the_curl_command_of_the_readme() -> None:

@@ -174,7 +174,11 @@ def test_no_text_advises_installing_the_pypi_project(project: dict[str, Any]) ->
     assert not found
     for line in ("pip install 'sglang-jax[tpu]'", "pip install sglang-jax", f"pip install {project['name']}"):
         assert command.search(line)
-    assert not command.search(f"pip install '{project['name']}[tpu] @ git+REPOSITORY'")
+    for line in (
+        f"pip install '{project['name']}[tpu] @ git+https://host/it'",
+        f"pip install dist/{project['name']}.whl",
+    ):
+        assert not command.search(line)
 
 
 def test_the_version_is_that_of_the_distribution(project: dict[str, Any]) -> None:

@@ -368,7 +368,7 @@ def _example(pooler: Pooler | None, url: str, key: str) -> str:
     if pooler is None:
         path = "/v1/chat/completions"
         body = (
-            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
+            '{"messages": [{"role": "user", "content": "What is the capital of Japan?"}], '
             '"max_tokens": 100, "temperature": 0}'
         )
     elif pooler.labels:

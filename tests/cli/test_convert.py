@@ -188,7 +188,6 @@ def test_the_engine_generates_the_same_from_it(original: Path, tmp_path: Path) -
             max_total_tokens=64,
             chunked_prefill_size=16,
             skip_warmup=True,
-            compilation_cache_dir=tmp_path / "cache",
         )
         with Engine(config) as engine:
             answer = engine.generate([5, 6, 7], SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from helpers import heap
 
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.collector import RARE_THRESHOLDS, frozen_heap, rare_collections
@@ -47,6 +48,16 @@ def test_a_collector_switched_off_or_changed_meanwhile_keeps_its_setting() -> No
     assert gc.get_threshold() == (900, 9, 9)
 
 
+@pytest.fixture
+def with_freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The collector's own functions, which otherwise do nothing in tests."""
+    monkeypatch.setattr(gc, "freeze", heap.freeze)
+    monkeypatch.setattr(gc, "unfreeze", heap.unfreeze)
+    yield
+    heap.freeze()
+
+
+@pytest.mark.usefixtures("with_freezing")
 def test_objects_of_the_load_are_not_scanned_while_a_process_serves() -> None:
     kept: list[object] = [[]]
     before = gc.get_freeze_count()
@@ -55,6 +66,12 @@ def test_objects_of_the_load_are_not_scanned_while_a_process_serves() -> None:
         assert not any(kept is one for one in gc.get_objects())
     assert gc.get_freeze_count() == 0
     assert any(kept is one for one in gc.get_objects())
+
+
+def test_the_heap_of_the_tests_stays_frozen_after_a_server_that_ends_here() -> None:
+    with frozen_heap():
+        pass
+    assert gc.get_freeze_count() > 0
 
 
 class Channel:

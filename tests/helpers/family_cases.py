@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from helpers.parity_cases import ARCHITECTURES, STEPS, TOLERANCE, logits_of, prompts, transformers_logits
+from helpers.parity_steps import Paged as Paged
+from helpers.parity_steps import check_resumed
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 
 
@@ -282,16 +284,6 @@ _MOST = 40
 """Tokens of a row in a step."""
 
 
-class Paged(Protocol):
-    """The paged model of either backend."""
-
-    def run(
-        self, sequences: Sequence[Any], steps: Sequence[dict[int, int]], cached: Sequence[int] | None = None
-    ) -> list[np.ndarray]: ...
-
-    def share(self, row: int, other: int) -> None: ...
-
-
 def check_family(
     case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged], page_sizes: Sequence[int] = ()
 ) -> None:
@@ -328,20 +320,7 @@ def check_hybrid(case: FamilyCase, folder: Path, load: Callable[[Path, int, int]
     """
     columns = -(-64 // case.page_size)
     model = load(make_tiny_checkpoint(folder, case.architecture, **case.changes), case.page_size, columns)
-    sequences = prompts()
-    for tokens, logits in zip(sequences, model.run(sequences, STEPS), strict=True):
-        assert len(logits) == len(tokens)
-        expected = transformers_logits(case.architecture, tokens, **case.changes)
-        assert np.abs(logits - expected).max() < TOLERANCE
-    longest = sequences[1]
-    expected = transformers_logits(case.architecture, longest, **case.changes)
-    for chunks in ((33,), (1, 1, 31), (5, 11, 16, 1), (2, 1, 30)):
-        start = sum(chunks)
-        first = [sequences[0], longest, longest, longest]
-        model.run(first, [{0: 1, 1: count} if done else {1: count} for done, count in enumerate(chunks)])
-        model.share(1, 2)
-        _, found = model.run(first, ({2: 3, 0: 2}, {2: 1}, {2: len(longest) - start - 4}), (0, 0, start, 0))
-        assert np.abs(found - expected[start:]).max() < TOLERANCE
+    check_resumed(model, [transformers_logits(case.architecture, tokens, **case.changes) for tokens in prompts()])
 
 
 def check_alignments(

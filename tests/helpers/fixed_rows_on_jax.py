@@ -9,7 +9,7 @@ from pathlib import Path
 
 from helpers.fixed_rows import differences
 from helpers.paged_model import MIXED_TOKENS, PagedModel
-from helpers.parity_cases import prompts
+from helpers.parity_steps import prompts
 from helpers.tpu_interpreter import CopyMode, interpreter
 
 from sglang_jax.models import AttentionImplementation

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from helpers.fixed_rows import differences
 from helpers.paged_model import MIXED_TOKENS, PagedModel
-from helpers.parity_cases import prompts
+from helpers.parity_steps import prompts
 
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation

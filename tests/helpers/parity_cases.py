@@ -6,22 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_model
+from helpers.parity_steps import STEPS as STEPS
+from helpers.parity_steps import TOLERANCE as TOLERANCE
+from helpers.parity_steps import prompts as prompts
+from helpers.tiny_models import make_tiny_model
 from transformers import PreTrainedModel
-
-TOLERANCE = 2e-4
-
-LENGTHS = (24, 43, 9, 30)
-STEPS = (
-    {0: 20, 1: 11},
-    {0: 1, 1: 9, 2: 7},
-    {0: 1, 2: 1, 1: 14, 3: 25},
-    {1: 1, 2: 1, 3: 1, 0: 1},
-    {3: 1, 0: 1},
-    {3: 3, 1: 8},
-)
-"""Whole prompts, chunks, and decode rows, by themselves and with chunks; rows change their position from step
-to step."""
 
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -74,11 +63,6 @@ MODELS = ARCHITECTURES | VARIANTS
 
 DYNAMIC: dict[str, Any] = {"max_position_embeddings": 16, "rope_parameters": ROPES["dynamic"]}
 """A llama whose sequences soon exceed the original context."""
-
-
-def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:
-    rng = np.random.default_rng(7)
-    return [rng.integers(0, TINY_VOCAB_SIZE, length).astype(np.int32) for length in lengths]
 
 
 def transformers_logits(architecture: str, tokens: np.ndarray, **overrides: Any) -> np.ndarray:

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from helpers.parity_steps import TINY_VOCAB_SIZE as TINY_VOCAB_SIZE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-
-TINY_VOCAB_SIZE = 384
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

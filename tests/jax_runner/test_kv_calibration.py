@@ -6,15 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers.calibration import calibrated
 from helpers.kv_scale_checkpoints import (
     KV_HEADS,
     LAYERS,
@@ -27,15 +24,8 @@ from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from sglang_jax.architectures.parallelism import Parallelism
-from sglang_jax.checkpoint import Checkpoint, open_checkpoint
-from sglang_jax.checkpoint.reader import Array, Index, PlainReader
 from sglang_jax.errors import ConfigError
-from sglang_jax.jax_runner.kv_scales import LENGTH, MARGIN, ROWS, calibrate_kv_scales, calibration_batch
-from sglang_jax.jax_runner.parallel import TensorParallel
-from sglang_jax.jax_runner.weights import load_weights
-from sglang_jax.layers.sharding import make_mesh
-from sglang_jax.models import AttentionImplementation, build_model
+from sglang_jax.jax_runner.kv_scales import LENGTH, MARGIN, ROWS, calibration_batch
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 384
@@ -44,47 +34,6 @@ VOCABULARY = 384
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_uneven_checkpoint(tmp_path_factory.mktemp("uneven"))
-
-
-class Replaced(PlainReader):
-    """A checkpoint's reader, with other numbers in one tensor."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str, rows: slice, number: float) -> None:
-        assert checkpoint.reader is not None
-        self._reader = checkpoint.reader
-        self._name = name
-        self._value = np.array(self._reader.read(name))
-        self._value[rows] = number
-
-    def names(self) -> frozenset[str]:
-        return self._reader.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._reader.shape(name)
-
-    def read(self, name: str, index: Index | None = None) -> Array:
-        return self._value[index or ()] if name == self._name else self._reader.read(name, index)
-
-
-def calibrated(
-    folder: Path, devices: int = 1, *, page_size: int = 16, dtype: str = "float32", change: Sequence[Any] = ()
-) -> NDArray[np.float32]:
-    """Scales `[layers, kv_heads, 2]` of the model's kv heads; `change`: arguments of `Replaced`."""
-    checkpoint = open_checkpoint(str(folder))
-    reader = Replaced(checkpoint, *change) if change else checkpoint.reader
-    assert reader is not None
-    parallel = TensorParallel.of(checkpoint.config, Parallelism(devices))
-    mesh = make_mesh(jax.devices()[:devices])
-    kind = jnp.dtype(dtype)
-    attention = AttentionImplementation.XLA
-    model = build_model(parallel.config, dtype=kind, attention=attention, kv_dtype=jnp.dtype(jnp.int8))
-    load_weights(model, reader, checkpoint.config, mesh)
-    if devices == 1:
-        model.repack()
-    calibrate_kv_scales(model, parallel, mesh, dtype=kind, page_size=page_size)
-    found = [layer.attention.kv_scales.get_value() for layer in model.layers if layer.attention is not None]
-    assert all(scales.dtype == jnp.float32 for scales in found)
-    return np.stack([np.asarray(scales) for scales in found])
 
 
 @torch.inference_mode()
@@ -157,19 +106,22 @@ import sys
 from pathlib import Path
 import numpy as np
 from helpers.plan_driver import PlanDriver
-from jax_runner.test_kv_calibration import calibrated
-from runner.test_kv_scales import logprobs_of, options, TOKENS
+from helpers.calibration import calibrated
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.config import Backend
+from sglang_jax.config import EngineConfig
 from sglang_jax.jax_runner import create_runner
 
 plain, scaled = map(Path, sys.argv[1:])
+tokens = np.random.default_rng(2).integers(3, 380, 49).tolist()
 
 def generated(folder, tp_size):
-    config = options(Backend.JAX, folder, "int8", tp_size=tp_size)
+    config = EngineConfig(
+        model_path=str(folder), backend="jax", device="cpu", dtype="float32", kv_cache_dtype="int8", tp_size=tp_size,
+        max_total_tokens=128, max_running_requests=1, chunked_prefill_size=32, skip_warmup=True,
+    )
     runner = create_runner(config, open_checkpoint(config.model_path))
     driver = PlanDriver(runner)
-    return driver.generate(driver.admit(TOKENS), 12, chunk=32)
+    return driver.generate(driver.admit(tokens), 12, chunk=32)
 
 alone, expected = calibrated(plain), generated(scaled, 1)
 np.testing.assert_allclose(calibrated(plain, 2), alone, rtol=1e-5)

@@ -50,7 +50,6 @@ def options(folder: Path, **changes: object) -> EngineConfig:
         "max_total_tokens": 640,
         "max_running_requests": 2,
         "chunked_prefill_size": 16,
-        "compilation_cache_dir": folder / "compiled",
     }
     return EngineConfig.model_validate(values | changes)
 

@@ -40,13 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cache = tmp_path_factory.mktemp("cache")
-    (cache / "secret").write_text("what these nodes know each other by\n")
-    return cache
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("secret") / "secret"
+    file.write_text("what these nodes know each other by\n")
+    return file
 
 
-def options(folder: Path, cache: Path) -> dict[str, object]:
+def options(folder: Path, secret: Path) -> dict[str, object]:
     return {
         "model_path": str(folder),
         "backend": "jax",
@@ -56,8 +56,7 @@ def options(folder: Path, cache: Path) -> dict[str, object]:
         "max_running_requests": 2,
         "chunked_prefill_size": 8,
         "skip_warmup": True,
-        "compilation_cache_dir": str(cache),
-        "group_secret_file": str(cache / "secret"),
+        "group_secret_file": str(secret),
     }
 
 
@@ -66,7 +65,7 @@ class Nodes:
     """The server's command on each of several nodes. `changes`: options of a node that differ from the others'."""
 
     folder: Path
-    cache: Path
+    secret: Path
     count: int
     changes: dict[int, dict[str, object]] = field(default_factory=dict)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -84,7 +83,7 @@ class Nodes:
         for rank in range(self.count):
             flags = [
                 text
-                for name, value in (options(self.folder, self.cache) | self.changes.get(rank, {})).items()
+                for name, value in (options(self.folder, self.secret) | self.changes.get(rank, {})).items()
                 for text in ([f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)]))
             ]
             command = [sys.executable, "-m", "sglang_jax.launch_server", *flags, "--port", str(self.port)]
@@ -140,8 +139,8 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def nodes(folder: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    nodes = Nodes(folder, cache, request.param)
+def nodes(folder: Path, secret: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    nodes = Nodes(folder, secret, request.param)
     try:
         nodes.start()
         yield nodes
@@ -160,12 +159,12 @@ def nodes(folder: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator
     ],
 )
 def test_several_nodes_give_the_same_text_as_one_and_end_together(
-    folder: Path, cache: Path, count: int, change: dict[str, object]
+    folder: Path, secret: Path, count: int, change: dict[str, object]
 ) -> None:
-    with Engine(config=EngineConfig(**options(folder, cache) | change)) as engine:
+    with Engine(config=EngineConfig(**options(folder, secret) | change)) as engine:
         alone = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
     assert not isinstance(alone, list)
-    nodes = Nodes(folder, cache, count, dict.fromkeys(range(count), change))
+    nodes = Nodes(folder, secret, count, dict.fromkeys(range(count), change))
     try:
         nodes.start()
         assert nodes.generate() == alone.output_ids
@@ -197,10 +196,10 @@ def test_a_lost_node_ends_every_other(nodes: Nodes, lost: int) -> None:
     ],
 )
 def test_a_node_that_cannot_load_ends_every_other(
-    folder: Path, cache: Path, failing: int, change: dict[str, object], reason: str
+    folder: Path, secret: Path, failing: int, change: dict[str, object], reason: str
 ) -> None:
     """In the first case the others wait for it in a collective; in the second they have loaded, and wait for orders."""
-    nodes = Nodes(folder, cache, 2, {failing: change})
+    nodes = Nodes(folder, secret, 2, {failing: change})
     try:
         nodes.launch()
         nodes.wait_for(failing, reason)

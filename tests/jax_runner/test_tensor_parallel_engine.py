@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.quick_programs import xla_flags
+from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.architectures.dense import dense_decoder
 from sglang_jax.architectures.kinds.rope import RopeConfig
@@ -23,16 +24,11 @@ _PROGRAM = """
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
-from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax import Engine, SamplingParams, json_grammar, regex_grammar
 from sglang_jax.config import EngineConfig
 from sglang_jax.layers.platform import PlatformLayout
 
-# A vocabulary that no number of devices divides: each pads it.
-folder = make_tiny_checkpoint(
-    Path(sys.argv[1]), "qwen3", num_attention_heads=8, num_key_value_heads=2, vocab_size=389
-)
+folder = sys.argv[1]
 prompts = [[5, 6, 7, 9], [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41, 42, 43, 44, 45, 46, 47, 48], [301]]
 greedy = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 random = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=4, max_new_tokens=6, ignore_eos=True)
@@ -46,9 +42,8 @@ under_grammars = [
 
 def run(tp_size):
     config = EngineConfig(
-        model_path=str(folder), backend="jax", device="cpu", dtype="float32", tp_size=tp_size, skip_warmup=True,
+        model_path=folder, backend="jax", device="cpu", dtype="float32", tp_size=tp_size, skip_warmup=True,
         max_total_tokens=512, max_running_requests=4, chunked_prefill_size=16, page_size=4,
-        compilation_cache_dir=sys.argv[2],
     )
     with Engine(config=config) as engine:
         asked = (greedy, random, uniform, under_grammars)
@@ -60,23 +55,16 @@ alone = run(1)
 # As a TPU has its weights.
 in_matrices = replace(PlatformLayout.of("cpu"), matrices=True)
 PlatformLayout.of = lambda platform: in_matrices
-for tp_size in map(int, sys.argv[3:]):
+for tp_size in map(int, sys.argv[2:]):
     assert run(tp_size) == alone, tp_size
 """
 
 
 _DRAFTS = """
 import sys
-from pathlib import Path
-from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
 
-# A vocabulary that no number of devices divides: each pads it. The draft model's one kv head is copied.
-for name, kind, kv_heads in (("model", "qwen3", 2), ("draft", "llama", 1)):
-    folder = Path(sys.argv[1]) / name
-    folder.mkdir()
-    make_tiny_checkpoint(folder, kind, num_attention_heads=4, num_key_value_heads=kv_heads, vocab_size=389)
 prompts = [[5, 6, 7, 9], [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41, 42, 43, 44, 45, 46, 47, 48], [301]]
 greedy = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
 random = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=4, max_new_tokens=24, ignore_eos=True)
@@ -85,7 +73,7 @@ def run(tp_size, **options):
     config = EngineConfig(
         model_path=sys.argv[1] + "/model", backend="jax", device="cpu", dtype="float32", tp_size=tp_size,
         skip_warmup=True, max_total_tokens=512, max_running_requests=8, chunked_prefill_size=16, page_size=4,
-        compilation_cache_dir=sys.argv[2], **options,
+        **options,
     )
     with Engine(config=config) as engine:
         outputs = [engine.generate(prompts, params) for params in (greedy, random)]
@@ -96,7 +84,7 @@ alone, _ = run(1)
 found, drafts = run(
     2,
     speculative_algorithm="draft",
-    speculative_draft_model_path=sys.argv[1] + "/" + sys.argv[3],
+    speculative_draft_model_path=sys.argv[1] + "/" + sys.argv[2],
     speculative_num_draft_tokens=2,
 )
 assert found == alone, (found, alone)
@@ -106,13 +94,10 @@ assert drafts > 4, drafts
 
 _STATES = """
 import sys
-from pathlib import Path
-from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
 
-# One key head, which both devices have.
-folder = make_tiny_checkpoint(Path(sys.argv[1]), "qwen3_5_text", linear_num_key_heads=1)
+folder = sys.argv[1]
 shared = [(7 * number) % 380 + 3 for number in range(37)]
 prompts = [[*shared, 5, 6], [*shared, 9], [301], shared[:21]]
 greedy = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
@@ -120,9 +105,8 @@ random = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=4, max_new_to
 
 def run(tp_size):
     config = EngineConfig(
-        model_path=str(folder), backend="jax", device="cpu", dtype="float32", tp_size=tp_size, skip_warmup=True,
+        model_path=folder, backend="jax", device="cpu", dtype="float32", tp_size=tp_size, skip_warmup=True,
         max_total_tokens=256, max_running_requests=4, chunked_prefill_size=16, page_size=4, max_mamba_cache_size=10,
-        compilation_cache_dir=sys.argv[2],
     )
     with Engine(config=config) as engine:
         outputs = [engine.generate(prompts, params) for params in (greedy, random, greedy)]
@@ -138,18 +122,16 @@ assert run(2) == run(1)
 
 _EXPERTS = """
 import sys
-from pathlib import Path
-from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig
 
-folder = make_tiny_checkpoint(Path(sys.argv[1]), "qwen3_moe")
+folder = sys.argv[1]
 prompts = [[5, 6, 7, 9], [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41, 42, 43, 44, 45, 46, 47, 48], [301]]
 greedy = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
 config = EngineConfig(
-    model_path=str(folder), backend="jax", device="cpu", dtype="float32", tp_size=2, ep_size=2, skip_warmup=True,
+    model_path=folder, backend="jax", device="cpu", dtype="float32", tp_size=2, ep_size=2, skip_warmup=True,
     max_total_tokens=256, max_running_requests=4, chunked_prefill_size=16, page_size=4,
-    compilation_cache_dir=sys.argv[2], enable_expert_distribution_metrics=True,
+    enable_expert_distribution_metrics=True,
 )
 with Engine(config=config) as engine:
     engine.generate(prompts, greedy)
@@ -161,15 +143,15 @@ assert [sum(layer) for layer in counts.values()] == [3 * (4 + 18 + 1 + 3 * 7)] *
 _EACH = """
 import sys
 
-scratch, cache, *programs = sys.argv[1:]
-for number, program in enumerate(programs):
-    sys.argv = ["program", f"{scratch}/{number}", cache]
+for number, (folder, program) in enumerate(zip(sys.argv[1::2], sys.argv[2::2])):
+    sys.argv = ["program", folder]
     exec(program, {"__name__": f"program {number}"})
 """
 
 
 def run_program(program: str, devices: int, *arguments: str | Path) -> None:
-    """Runs Python code in a separate process with a number of devices."""
+    """Runs Python code in a separate process with a number of devices. Checkpoints are made in this one, which has
+    already imported transformers; that takes seconds."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags(f"--xla_force_host_platform_device_count={devices}"),
@@ -191,14 +173,21 @@ def run_program(program: str, devices: int, *arguments: str | Path) -> None:
 def test_two_devices_give_the_same_as_one_with_states_and_count_the_tokens_of_experts_once(tmp_path: Path) -> None:
     """Prompts that start with states of others, and turns of a session; then a model with experts in two parts. One
     process, because most of the time is its start."""
-    run_program(_EACH, 2, tmp_path, tmp_path / "cache", _STATES, _EXPERTS)
+    # One key head, which both devices have.
+    states = make_tiny_checkpoint(tmp_path / "states", "qwen3_5_text", linear_num_key_heads=1)
+    experts = make_tiny_checkpoint(tmp_path / "experts", "qwen3_moe")
+    run_program(_EACH, 2, states, _STATES, experts, _EXPERTS)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("draft", ["draft", "model"])
 def test_two_devices_with_a_draft_model_give_the_same_as_one_without(tmp_path: Path, draft: str) -> None:
-    run_program(_DRAFTS, 2, tmp_path, tmp_path / "cache", draft)
+    # A vocabulary that no number of devices divides: each pads it. The draft model's one kv head is copied.
+    for name, kind, kv_heads in (("model", "qwen3", 2), ("draft", "llama", 1)):
+        heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
+        make_tiny_checkpoint(tmp_path / name, kind, **heads, vocab_size=389)
+    run_program(_DRAFTS, 2, tmp_path, draft)
 
 
 @pytest.mark.slow
@@ -206,8 +195,9 @@ def test_two_devices_with_a_draft_model_give_the_same_as_one_without(tmp_path: P
 @pytest.mark.parametrize("sizes", [("2", "8"), pytest.param(("4",), marks=pytest.mark.soak)], ids=" ".join)
 def test_several_devices_give_the_same_as_one(sizes: tuple[str, ...], tmp_path: Path) -> None:
     """Two have a kv head each; four and eight have copies."""
-    (tmp_path / "model").mkdir()
-    run_program(_PROGRAM, 8, tmp_path / "model", tmp_path / "cache", *sizes)
+    # A vocabulary that no number of devices divides: each pads it.
+    make_tiny_checkpoint(tmp_path, "qwen3", num_attention_heads=8, num_key_value_heads=2, vocab_size=389)
+    run_program(_PROGRAM, 8, tmp_path, *sizes)
 
 
 def config(num_heads: int, num_kv_heads: int, intermediate: int = 96, vocab: int = 96) -> ModelConfig:

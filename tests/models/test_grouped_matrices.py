@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import grouped_checkpoints
 from helpers.gguf_blocks import GROUPS, make_gguf_in_groups
 from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.paged_model import PagedModel
@@ -138,8 +139,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import grouped_checkpoints
-from helpers.grouped_checkpoints import Grouped, make_grouped_checkpoint
 from helpers.paged_model import PagedModel
 from sglang_jax.jax_runner import weights
 from sglang_jax.architectures.parallelism import Parallelism
@@ -151,17 +150,7 @@ weights._runs = lambda indices, shape: [weights._bounded(each, shape) for each i
 
 sequences = [np.random.default_rng(0).integers(0, 384, length) for length in (12, 21)]
 steps = ({0: 10, 1: 20},)
-sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
-models = {
-    "qwen2": (Grouped.AWQ, 128, GroupedMatrix, {"num_key_value_heads": 2, "intermediate_size": 384}),
-    "gpt_oss": (Grouped.MXFP4, 32, GroupedExperts, {"num_key_value_heads": 4}),
-    "deepseek_v3": (
-        Grouped.FP8,
-        128,
-        GroupedExperts,
-        {"num_hidden_layers": 2, "hidden_size": 512, "moe_intermediate_size": 128, "v_head_dim": 32},
-    ),
-}
+models = {"qwen2": GroupedMatrix, "gpt_oss": GroupedExperts, "deepseek_v3": GroupedExperts}
 weights_of_groups = {  # in which a device's inputs are
     ("qwen2", 2): [64, 64, 128, 128],
     ("qwen2", 4): [32, 32, 128, 128],
@@ -170,10 +159,8 @@ weights_of_groups = {  # in which a device's inputs are
     ("deepseek_v3", 2): [64, 128, 128],
     ("deepseek_v3", 4): [64, 128, 128],
 }
-for name, (kind, size, stored, further) in models.items():
+for name, stored in models.items():
     folder = Path(sys.argv[1]) / name
-    grouped_checkpoints.SIZE = size
-    make_grouped_checkpoint(folder, name, kind, **{**sizes, **further})
     expected = PagedModel(folder, dtype="bfloat16").run(sequences, steps)
     # Of qwen2, four devices have copies of two kv heads. Experts lie on devices in two ways.
     for devices, parts, platform in ((2, 1, None), (4, 2, "tpu")):
@@ -197,10 +184,32 @@ for name, (kind, size, stored, further) in models.items():
 """
 
 
+_SIZES: dict[str, int] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+}
+_DIVIDED: dict[str, tuple[Grouped, int, dict[str, int]]] = {
+    "qwen2": (Grouped.AWQ, 128, {"num_key_value_heads": 2, "intermediate_size": 384}),
+    "gpt_oss": (Grouped.MXFP4, 32, {"num_key_value_heads": 4}),
+    "deepseek_v3": (
+        Grouped.FP8,
+        128,
+        {"num_hidden_layers": 2, "hidden_size": 512, "moe_intermediate_size": 128, "v_head_dim": 32},
+    ),
+}
+
+
 @pytest.mark.slow
-def test_models_in_groups_give_the_logits_of_widened_ones_on_any_number_of_devices(tmp_path: Path) -> None:
+def test_models_in_groups_give_the_logits_of_widened_ones_on_any_number_of_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With each device's share of every matrix, which may cut the checkpoint's groups. Activations are bfloat16, so
-    roundings differ."""
+    roundings differ. Checkpoints are made here: the other process need not import transformers."""
+    for name, (kind, size, further) in _DIVIDED.items():
+        monkeypatch.setattr(grouped_checkpoints, "SIZE", size)
+        make_grouped_checkpoint(tmp_path / name, name, kind, **{**_SIZES, **further})
     found = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path)],
         env=os.environ

@@ -87,7 +87,6 @@ def options(backend: Backend, folder: Path, kv_cache_dtype: str, **changes: obje
         "max_running_requests": 1,
         "chunked_prefill_size": 32,
         "skip_warmup": True,
-        "compilation_cache_dir": folder.parent / "compiled",
     }
     return EngineConfig.model_validate(values | changes)
 

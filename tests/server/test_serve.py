@@ -46,7 +46,7 @@ def test_the_ready_line_and_its_curl_line() -> None:
         assert Path(documentation[1]).read_text().startswith("# Operations")
         assert json.loads(body)["temperature"] == 0  # the first answer is the most likely one
         answer = running.http.post(url, content=body, headers={header: value}).json()
-        assert answer["choices"][0]["message"]["content"] == "user: What is the capital of France?\n"
+        assert answer["choices"][0]["message"]["content"] == "user: What is the capital of Japan?\n"
         running.signal()
         assert running.wait() == 0
         said = running.process.communicate()[1]
