@@ -121,7 +121,6 @@ class ReplicaFigures(msgspec.Struct, kw_only=True):
     cached_tokens: int
     generation_tokens: int
     num_retractions: int
-    num_evicted_pages: int
     compiles_after_warm_up: int
 
 
@@ -152,7 +151,6 @@ def web_router(context: ServerContext) -> APIRouter:
                 cached_tokens=one.stats.cached_tokens,
                 generation_tokens=one.stats.generation_tokens,
                 num_retractions=one.stats.num_retractions,
-                num_evicted_pages=one.stats.num_evicted_pages,
                 compiles_after_warm_up=one.stats.compiles_after_warm_up,
             )
             for one in context.client.loads()

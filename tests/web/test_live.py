@@ -36,8 +36,10 @@ def load(server: EchoServer, count: int, tokens: int = 1500) -> Iterator[None]:
     ids = [f"load-{number}" for number in range(count)]
 
     def chat(number: int) -> None:
-        question = f"Tell me much more about {TOPICS[number % len(TOPICS)]}, please, and about number {number}."
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question * 2}]
+        question = (
+            f"Tell me much more about {TOPICS[number % len(TOPICS)]}, please. " * 4 + f"This is question {number}."
+        )
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
         body = {"messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": True, "rid": ids[number]}
         with server.http.stream("POST", "/v1/chat/completions", json=body, timeout=None) as answer:
             for _ in answer.iter_lines():
@@ -82,6 +84,7 @@ def test_figures_follow_the_load(demo: EchoServer, page: Page, pictures: Path, s
         page.until(lambda: first_number(tiles(page)["Output"]) > 5)
         page.until(lambda: first_number(tiles(page)["First token"]) > 0 and first_number(tiles(page)["Cache hits"]) > 0)
         assert first_number(tiles(page)["Between tokens"]) > 0
+        assert re.fullmatch(r"queue p95 \d[\d.]* m?s", page.all(".tile .more")[1].text.replace("\u00a0", " "))
         page.until(lambda: max(boxes(page).values()) == 8)
         chart = page.all(".chart svg")[0]
         assert chart.accessible_name == "Requests: running 8, waiting 3"
@@ -174,6 +177,15 @@ def test_a_hanging_engine_hides_no_other_figures(echo: EchoServer, page: Page) -
     page.find("tab-live").click()
     page.until(lambda: "serving" in page.text("#replicas"))
     assert page.text("#live-note") == "the engine does not answer; memory and tree are not shown."
+
+
+def test_what_has_not_changed_stays(echo: EchoServer, page: Page) -> None:
+    page.open(echo.url, "/#live")
+    page.until(lambda: page.all("#replicas tbody tr"))
+    page.script("window.kept = document.querySelector('#replicas tbody tr')")
+    before = sum(one.path == "/ui/state" for one in page.requests())
+    page.until(lambda: sum(one.path == "/ui/state" for one in page.requests()) >= before + 3)
+    assert page.script("return window.kept.isConnected")
 
 
 def test_nothing_is_asked_while_the_view_is_hidden(echo: EchoServer, page: Page) -> None:

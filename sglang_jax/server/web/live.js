@@ -30,6 +30,7 @@ export class Live {
   #watched = false;
   #charts = null;
   #tiles = new Map();
+  #drawn = new Map();
   #mostPrograms = 0;
   #lock;
 
@@ -79,10 +80,19 @@ export class Live {
     const sample = this.#sample(state);
     this.#showTiles(sample);
     for (const chart of this.#charts) chart.draw(this.#samples);
-    drawPools(byId("memory"), caches);
-    drawTrees(byId("tree"), caches);
-    drawTable(byId("tree-table"), caches);
-    byId("replicas").replaceChildren(replicaTable(state.replicas));
+    this.#draw("memory", caches, drawPools);
+    this.#draw("tree", caches, drawTrees);
+    this.#draw("tree-table", caches, drawTable);
+    this.#draw("replicas", state.replicas, (host, replicas) => host.replaceChildren(replicaTable(replicas)));
+  }
+
+  /** Draws what has changed: a screen reader or a selection may be in the rest. */
+  #draw(id, data, draw) {
+    const host = byId(id);
+    const drawn = JSON.stringify([host.clientWidth, data], (name, value) => (name === "timestamp" ? null : value));
+    if (this.#drawn.get(id) === drawn) return;
+    this.#drawn.set(id, drawn);
+    draw(host, data);
   }
 
   /** Adds a sample: sums over replicas, and rates and percentiles since earlier samples. */
@@ -102,7 +112,9 @@ export class Live {
       retractions: sum((one) => one.num_retractions),
       usage: Math.max(...state.replicas.map((one) => one.load.token_usage)),
       counters,
-      histograms: { ttft: state.first_token.counts, itl: state.inter_token.counts },
+      histograms: {
+        ttft: state.first_token.counts, itl: state.inter_token.counts, queue: state.queue.counts,
+      },
     };
     const last = this.#samples[this.#samples.length - 1];
     const restarted = last !== undefined && (counters.prompt < last.counters.prompt || state.seconds < last.seconds);
@@ -121,6 +133,7 @@ export class Live {
       hitRate: prompts > 0 ? (counters.cached - early.counters.cached) / prompts : null,
       ttft: spread("ttft", state.first_token),
       itl: spread("itl", state.inter_token),
+      queue: spread("queue", state.queue),
     });
     this.#samples = [...this.#samples.filter((one) => one.seconds > state.seconds - SHOWN_SECONDS), sample];
     return sample;
@@ -135,8 +148,8 @@ export class Live {
     const kept = (text) => text.replaceAll(" ", "\u00a0");
     const spread = (values) => `${kept(`p95 ${duration(values[1])},`)} ${kept(`p99 ${duration(values[2])}`)}`;
     this.#mostPrograms = now.programsLeft && Math.max(this.#mostPrograms, now.programsLeft);
-    this.#tile("Running", short(now.running), "requests");
-    this.#tile("Waiting", short(now.waiting), "requests", "", now.waiting > 0);
+    this.#tile("Running", short(now.running), "requests", `${short(now.retractions)} retractions`);
+    this.#tile("Waiting", short(now.waiting), "requests", kept(`queue p95 ${duration(now.queue[1])}`), now.waiting > 0);
     this.#tile("Output", short(now.output), "tokens/s", `prompts ${short(now.prompt)} tokens/s`);
     this.#tile("First token", duration(now.ttft[0]), "p50", spread(now.ttft));
     this.#tile("Between tokens", duration(now.itl[0]), "p50", spread(now.itl));
