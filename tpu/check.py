@@ -31,6 +31,7 @@ from sglang_jax.config import (
     KVCacheDtype,
     LoadFormat,
     SpeculativeAlgorithm,
+    Task,
     TpuActivations,
     WeightQuantization,
 )
@@ -278,7 +279,7 @@ def _model_and_encodings(model: str, options: EngineConfig) -> tuple[ModelConfig
         quantization = quantization_wanted(options.quantization)
         reader: TensorReader = DummyReader(config, seed=0, stored=stored_quantization(model))
     else:
-        checkpoint = open_checkpoint(model, LoadFormat.DUMMY)
+        checkpoint = open_checkpoint(model, LoadFormat.DUMMY, task=Task.GENERATE)
         config, quantization = checkpoint.config, quantization_of(options, checkpoint)
         assert checkpoint.reader is not None, "one of random weights"
         reader = checkpoint.reader

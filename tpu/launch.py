@@ -16,7 +16,7 @@ from sglang_jax.checkpoint.quantization import Encodings
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name, one_model, option_by_all_names, read_config_file, with_dashes
 from sglang_jax.cli.serve import ServeCommand, serve
-from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment, WeightQuantization
+from sglang_jax.config import Dtype, LoadFormat, ServerConfig, Task, TpuEnvironment, WeightQuantization
 from sglang_jax.engine.placement import Placement, separate_slice
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.quantization import quantization_for
@@ -98,7 +98,7 @@ def launch(
             f"--enable-expert-parallel divides experts among all devices of a replica, and --ep-size is {ep_size}: "
             "remove one of the two"
         )
-    checkpoint = open_checkpoint(model, LoadFormat.DUMMY)
+    checkpoint = open_checkpoint(model, LoadFormat.DUMMY, task=Task.GENERATE)
     choices = choose(
         machine,
         checkpoint.config,

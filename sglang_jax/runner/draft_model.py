@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
 from sglang_jax.checkpoint.resolve import resolve_tokenizer
 from sglang_jax.checkpoint.token_table import load_token_table
-from sglang_jax.config import EngineConfig, SpeculativeAlgorithm
+from sglang_jax.config import EngineConfig, SpeculativeAlgorithm, Task
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.drafts import FlatPlan
 from sglang_jax.runner.plan import Int32
@@ -46,7 +46,7 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | Non
         return None
     if path is None:
         raise ConfigError("speculative_algorithm draft needs a draft model: give --speculative-draft-model-path")
-    draft = open_checkpoint(path, config.load_format, seed=config.random_seed)
+    draft = open_checkpoint(path, config.load_format, seed=config.random_seed, task=Task.GENERATE)
     model = draft.config
     if model.vocab_size != checkpoint.config.vocab_size:
         raise ConfigError(
