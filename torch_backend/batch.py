@@ -52,6 +52,19 @@ class ForwardBatch:
         pages = self.further[group - 1]
         return replace(self, write_slots=pages.write_slots, page_table=pages.page_table, further=())
 
+    def seeing_all(self) -> ForwardBatch:
+        """The batch as attention that is not causal takes it: each token is a sequence, which sees all keys of its text.
+        Its tokens' keys are written before."""
+        count = len(self.tokens)
+        sequences = torch.repeat_interleave(self.query_starts.diff(), output_size=count)
+        return replace(
+            self,
+            page_table=self.page_table[sequences],
+            kv_lens=self.kv_lens[sequences],
+            query_starts=torch.arange(count + 1, dtype=torch.int32, device=self.tokens.device),
+            num_decode=count,
+        )
+
     @property
     def decode_only(self) -> bool:
         """Whether every sequence has one token."""

@@ -137,7 +137,7 @@ def _describe_parts(layer: LayerConfig) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only model.
+    """A decoder-only model, or an encoder with the layers of one.
 
     - `architecture`: the name of its family (see `architectures.registry`), which defines the names of tensors.
     - `embedding_multiplier`: multiplies embeddings; it is rounded to their dtype. `logit_multiplier`: multiplies
@@ -146,6 +146,8 @@ class ModelConfig:
     - `shortened`: why contexts are shorter than the checkpoint's; empty if they are not.
     - `mtp_layers`: multi-token-prediction layers after the last layer. A checkpoint may have their tensors, which are
       not used.
+    - `causal`: tokens see only earlier ones. Otherwise they see all of their text, which is computed in one step, and
+      the model has a pooler.
     - `pooler`: makes vectors or scores of texts, in place of the head; None for a model with a head.
     - `max_position`: the context length that the checkpoint declares, or to which it was tuned with YaRN.
     """
@@ -165,6 +167,7 @@ class ModelConfig:
     mtp_layers: int = 0
     shortened: str = ""
     pooler: Pooler | None = None
+    causal: bool = True
     dtype: str = "bfloat16"
 
     @property

@@ -99,8 +99,13 @@ def family_named(name: str) -> Family:
     raise CheckpointError(f"architecture {name} is not supported; supported: {supported_classes()}")
 
 
+_DECODER, _ENCODER = "ForCausalLM", "ForMaskedLM"
+
+
 def _classes(family: Family) -> tuple[str, ...]:
-    base = family.class_name.removesuffix(_WITH_HEAD)
+    if family.class_name.endswith(_ENCODER):
+        return family.class_name, family.class_name.removesuffix(_ENCODER) + _BARE
+    base = family.class_name.removesuffix(_DECODER)
     return family.class_name, base + _BARE, base + CLASSIFIER
 
 
@@ -118,7 +123,7 @@ def family_of_hf(fields: JsonFields) -> Family | None:
 
 
 CLASSIFIER = "ForSequenceClassification"
-_WITH_HEAD, _BARE = "ForCausalLM", "Model"
+_BARE = "Model"
 
 
 def pooled_class(fields: JsonFields) -> str | None:

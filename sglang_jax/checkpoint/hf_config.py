@@ -79,7 +79,9 @@ def model_config_from_hf(fields: JsonFields, generation: JsonFields) -> ModelCon
         family, text = found
         logger.info("%s: only the text model is served, without images", fields.file)
     if text.boolean("is_causal") is False:
-        raise CheckpointError(f"{text.file}: is_causal is false, which is not supported: attention here is causal")
+        raise CheckpointError(
+            f"{text.file}: is_causal is false, which is not supported for this class: its attention is causal here"
+        )
     read_quantization(with_quantization(fields))  # reports unsupported quantisation before other faults
     config = family.configure(text)
     check_unread(text)

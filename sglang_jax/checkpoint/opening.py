@@ -162,7 +162,8 @@ def _open(
         check_tensors(reader, config)
         defaults = DEMO_SAMPLING if model_path == DEMO else gguf_generation_defaults(file)
         return Checkpoint(source, config, reader, defaults)
-    config = _with_pooler(load_hf_config(source.path), pooler_of_folder(source.path, task, pooling))
+    config = load_hf_config(source.path)
+    config = _with_pooler(config, pooler_of_folder(source.path, task, pooling, causal=config.causal))
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:
         return Checkpoint(source, config, None, defaults)

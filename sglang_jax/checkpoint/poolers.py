@@ -40,14 +40,17 @@ _RANK_OF_GGUF = 4
 _ACTIVATIONS = {"Identity": Activation.NONE, "Sigmoid": Activation.SIGMOID, "Softmax": Activation.SOFTMAX}
 
 
-def pooler_of_folder(folder: Path, task: Task, pooling: PoolingType) -> Pooler | None:
+def pooler_of_folder(folder: Path, task: Task, pooling: PoolingType, *, causal: bool = True) -> Pooler | None:
     """What a Hugging Face folder gives, None for next tokens; `task` and `pooling` decide where they are not auto.
+    `causal`: see `ModelConfig`.
     Raises `CheckpointError` for a pooling that is not supported, `ConfigError` for options that do not fit."""
     fields = JsonFields.read(folder / "config.json")
     kind = pooled_class(fields)
     stored = _of_sentence_transformers(folder)
     if task is Task.AUTO:
-        task = _task_of(kind, stored)
+        task = _task_of(kind, stored) if causal else Task.EMBED
+    if task is Task.GENERATE and not causal:
+        raise ConfigError(f"{folder}: the model is an encoder, which generates no text: use model_task embed")
     match task:
         case Task.GENERATE:
             _refuse_pooling(pooling)
@@ -59,7 +62,7 @@ def pooler_of_folder(folder: Path, task: Task, pooling: PoolingType) -> Pooler |
                     f"{CLASSIFIER}; {folder / 'config.json'} has {quote(fields.value('architectures'))}"
                 )
             return _classifier(fields, pooling)
-    found = stored or Pooler(pooling=Pooling.LAST)
+    found = stored or Pooler(pooling=Pooling.LAST if causal else Pooling.MEAN)
     return found if pooling is PoolingType.AUTO else Pooler(pooling=Pooling(pooling.value), normalised=found.normalised)
 
 

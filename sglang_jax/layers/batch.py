@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 from sglang_jax.kernels.state_rows import StateRows
 
@@ -56,3 +57,18 @@ class ForwardBatch:
             return replace(self, further=())
         pages = self.further[group - 1]
         return replace(self, write_slots=pages.write_slots, page_table=pages.page_table, further=())
+
+    def seeing_all(self) -> ForwardBatch:
+        """The batch as attention that is not causal takes it: each token is a sequence, which sees all keys of its text.
+        Its tokens' keys are written before."""
+        places, total = jnp.arange(len(self.tokens), dtype=jnp.int32), self.query_starts[-1]
+        ends = self.query_starts[1:]
+        sequences = jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
+        sequences = jnp.minimum(sequences, len(ends) - 1)
+        return replace(
+            self,
+            page_table=self.page_table[sequences],
+            kv_lens=jnp.where(places < total, self.kv_lens[sequences], 0),
+            query_starts=jnp.minimum(jnp.arange(len(places) + 1, dtype=jnp.int32), total),
+            num_decode=total,
+        )

@@ -165,7 +165,9 @@ def settle(config: EngineConfig, models: Models, backend: Backend[Model]) -> Ass
     if draft is not None:
         memory = with_draft(memory, backend.weights_of(draft), backend.groups_of(draft))
     served = models.main.config
-    sizes = choose_sizes(config, served.default_context, memory, served.longest_context)
+    sizes = choose_sizes(
+        config, served.default_context, memory, served.longest_context, whole_prompts=not served.causal
+    )
     logger.info("%s", served.describe())
     logger.info(
         "%s: %.0f MiB of weights, %s, %d rows, %d tokens a step",
@@ -201,6 +203,7 @@ def runner_spec(
         prompt_tokens=sizes.prompt_tokens,
         pooling=None if model.pooler is None else model.pooler.pooling,
         pooled_width=0 if model.pooler is None else model.pooler.width(model.hidden_size),
+        whole_prompts=not model.causal,
     )
 
 

@@ -98,6 +98,7 @@ class FakeRunner:
         self._kv_lens: Int32 = np.zeros(spec.max_rows, np.int32)
         self._rows: dict[int, SamplingUpdate] = {}
         self._texts: set[int] = set()
+        self._lengths_of_prompts: dict[int, int] = {}
         self._next_step = 0
         self._handle: FakeHandle | None = None
         self._profile: tuple[Path, int] | None = None
@@ -214,6 +215,7 @@ class FakeRunner:
             assert not targets & set(copies.sources.tolist()), "a slot is copied from and to"
 
     def _check_pooled(self, plan: StepPlan) -> None:
+        self._lengths_of_prompts |= {update.row: update.prompt_len for update in plan.row_updates.sampling}
         asked = [part.sequence for part in plan.pooled]
         assert asked == sorted(set(asked)), "a sequence is asked twice, or out of order"
         assert all(plan.num_decode <= each < len(plan.rows) for each in asked), "a sequence that is no chunk is pooled"
@@ -222,6 +224,9 @@ class FakeRunner:
             return
         assert not plan.samples.any(), "a runner that pools was asked for a sample"
         starts = plan.kv_lens - plan.query_lens
+        if self._spec.whole_prompts:
+            lengths = [self._lengths_of_prompts[row] for row in plan.rows.tolist()]
+            assert plan.query_lens.tolist() == lengths, "a prompt that is computed whole was cut"
         if self._spec.pooling is Pooling.MEAN:
             assert asked == list(range(len(plan.rows))), "a chunk without its part of the mean"
         if self._spec.pooling is Pooling.CLS:
@@ -327,6 +332,10 @@ class FakeRunner:
             after.append({group: sight.state(group) for group in self._states})
             if position >= committed - 1 and not wrong:
                 sampled.append(self._sample(row, seen[-1], token, choice))
+        if self._spec.whole_prompts:
+            assert start == 0, "a prompt that is computed whole was cut"
+            end = start + len(tokens)
+            seen = [fake_model.from_place(sight.of(position, end), position) for position in range(start, end)]
         self._kv_lens[row] = committed
         kept = self._kept_tokens(len(tokens), tokens.count(DRAFT), len(sampled))
         for group, states in self._states.items():

@@ -53,6 +53,11 @@ def logprob(seen: int, token: int) -> float:
     return -float(mix(seen, token) % 10007) / 1000.0
 
 
+def from_place(seen: int, position: int) -> int:
+    """What a query at `position` has seen of a whole prompt, of which all see the same."""
+    return NOT_FINITE if seen == NOT_FINITE else mix(seen, position)
+
+
 def vector(seen: int, width: int) -> Float64:
     """A query's hidden state, `[width]`, whose sums are exact."""
     if seen == NOT_FINITE:
@@ -149,10 +154,15 @@ class Oracle:
         queries = self._queries(prompt, namespace)
         return [float(np.float32(logprob(next(queries), token))) for token in prompt[1:]]
 
-    def pooled(self, prompt: Sequence[int], pooling: Pooling, width: int, namespace: str | None = None) -> list[float]:
-        """The vector of a prompt, float32."""
+    def pooled(
+        self, prompt: Sequence[int], pooling: Pooling, width: int, namespace: str | None = None, *, whole: bool = False
+    ) -> list[float]:
+        """The vector of a prompt, float32. `whole`: queries see all of it."""
         queries = self._queries(prompt, namespace)
-        found = pooled([next(queries) for _ in prompt], pooling, width)
+        seen = [next(queries) for _ in prompt]
+        if whole:
+            seen = [from_place(seen[-1], position) for position in range(len(prompt))]
+        found = pooled(seen, pooling, width)
         parts = len(prompt) if pooling is Pooling.MEAN else 1
         return [float(np.float32(number / parts)) for number in found]
 

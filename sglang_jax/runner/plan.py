@@ -85,6 +85,7 @@ class RunnerSpec:
     - `max_drafts`: maximum drafts of one step, in all rows; None if only the other limits apply.
     - `pooling`: the runner gives vectors of prompts, `pooled_width` numbers each, or scores of as many labels; no plan
       samples. None for a runner that samples.
+    - `whole_prompts`: a query sees all tokens of its prompt, so a sequence is a whole prompt.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -99,8 +100,14 @@ class RunnerSpec:
     prompt_tokens: int = 512
     pooling: Pooling | None = None
     pooled_width: int = 0
+    whole_prompts: bool = False
 
     def __post_init__(self) -> None:
+        if self.whole_prompts and (self.pooling is None or self.token_budget < self.max_context):
+            raise ValueError(
+                f"prompts of {self.max_context} tokens are computed whole, in steps of {self.token_budget} tokens by a "
+                f"runner with pooling {self.pooling}"
+            )
         if len({pool.name for pool in self.pools}) < len(self.pools):
             raise ValueError(f"pools named {', '.join(pool.name for pool in self.pools)}: names must differ")
 
@@ -348,6 +355,8 @@ def check_plan(plan: StepPlan, spec: RunnerSpec, *, states: bool) -> None:
 
 def _check_pooled(plan: StepPlan, spec: RunnerSpec) -> None:
     """Raises `ValueError` for a plan that samples on a runner that pools, or the reverse."""
+    if spec.whole_prompts and (plan.kv_lens != plan.query_lens).any():
+        raise ValueError(f"step {plan.step} has a part of a prompt, which this runner computes whole")
     if spec.pooling is not None and (plan.num_decode or plan.samples.any()):
         raise ValueError(f"step {plan.step} samples, but this runner gives vectors of prompts")
     for part in plan.pooled:

@@ -75,9 +75,17 @@ class Sizes:
     draft_slots: int = 0
 
 
-def choose_sizes(config: EngineConfig, model_context: int, memory: Memory, longest_context: int | None = None) -> Sizes:
+def choose_sizes(
+    config: EngineConfig,
+    model_context: int,
+    memory: Memory,
+    longest_context: int | None = None,
+    *,
+    whole_prompts: bool = False,
+) -> Sizes:
     """Chooses the sizes of pools, page tables and steps. `model_context`: the context length if the config sets none;
-    `longest_context`: the maximum that it may set, `model_context` if None. Raises `ConfigError` if `context_length` is
+    `longest_context`: the maximum that it may set, `model_context` if None; `whole_prompts`: a step has room for
+    the longest prompt. Raises `ConfigError` if `context_length` is
     beyond the model's, or memory cannot hold the weights and one request."""
     context = config.context_length or model_context
     longest = longest_context or model_context
@@ -86,6 +94,8 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory, longe
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
     max_rows = config.max_running_requests or default_rows
     prompt_tokens = config.chunked_prefill_size or _default_prompt_tokens(memory)
+    if whole_prompts:
+        prompt_tokens = max(prompt_tokens, context)
     draft_slots = _draft_slots(config, memory, max_rows)
     draft_bytes = _bytes_of_texts(config, max_rows, context) + draft_slots * _slot_bytes(memory)
     memory = replace(memory, available=memory.available - draft_bytes)

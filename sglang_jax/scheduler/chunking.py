@@ -85,6 +85,22 @@ class ChunkSharing:
         return parts
 
 
+def whole_prompts(
+    prompts: list[Request], work: list[int], allowance: int, most: int, *, by_priority: bool = True
+) -> list[int]:
+    """The tokens that each of `prompts` computes if none may be cut: its `work`, or none. The one that has had its row
+    longest is first, even if it has more tokens than the `allowance`, up to `most`; the others are in the order of
+    `ChunkSharing`, and one that does not fit keeps none that follow from their place."""
+    parts = [0] * len(prompts)
+    oldest = _oldest(prompts)
+    left = max(allowance, min(work[oldest], most))
+    for index in [oldest, *(each for each in _order(prompts, work, by_priority) if each != oldest)]:
+        if work[index] <= left:
+            parts[index] = work[index]
+            left -= work[index]
+    return parts
+
+
 class ChunkBudget(Protocol):
     """Decides how many prompt tokens the next step may compute."""
 

@@ -27,7 +27,7 @@ from sglang_jax.runner.plan import (
     TextUpdate,
 )
 from sglang_jax.sampling.wants import PooledVector, TokenScores
-from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing, goes_by_priority
+from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing, goes_by_priority, whole_prompts
 from sglang_jax.scheduler.drafting import Drafting, FixedDrafts
 from sglang_jax.scheduler.recent_outputs import RecentOutputs
 from sglang_jax.scheduler.request import Request
@@ -98,6 +98,7 @@ class Planner:
         self._max_samples = spec.max_samples
         self._max_drafts = spec.max_drafts
         self._pooling = spec.pooling
+        self._whole_prompts = spec.whole_prompts
         self._drafting = drafting or FixedDrafts()
         self._most_queries = None if spec.drafts_with_prompts else spec.max_rows
         self._budget = budget
@@ -260,7 +261,11 @@ class Planner:
         if (allowance := self._allowance(step, decode, work)) <= 0:
             return []
         longest, by_priority = self._longest_chunks(work), goes_by_priority(step)
-        parts = self._sharing.share(prompts, work, allowance, longest, by_priority=by_priority)
+        if self._whole_prompts:
+            most = self._token_budget - decode.num_tokens
+            parts = whole_prompts(prompts, work, allowance, most, by_priority=by_priority)
+        else:
+            parts = self._sharing.share(prompts, work, allowance, longest, by_priority=by_priority)
         cache.let_go(np.array([request.row for request in prompts]), tight=True)
         size, pages = cache.page_size, cache.available_pages
         chunks: list[Chunk] = []
@@ -272,6 +277,8 @@ class Planner:
             slack = -start % size
             end = cache.chunk_end(record, start, start + min(length, slack + pages * size), total)
             length = end - start
+            if self._whole_prompts and end < total:
+                continue
             if length > 0:
                 pages -= cache.pages_for(length - slack) if length > slack else 0
                 chunks.append(Chunk(request, start, length, end == total))

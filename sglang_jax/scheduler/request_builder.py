@@ -24,6 +24,7 @@ class RequestBuilder:
         self._eos_ids = eos_ids
         self._random_seed = random_seed
         self._max_queued = max_queued
+        self._needs_all_tokens = spec.whole_prompts or (spec.pooling is not None and spec.pooling.needs_all_tokens)
         self._count = 0
         self._no_stops: Int32 = np.zeros(0, np.int32)
         self._eos_stops: Int32 = np.array(list(dict.fromkeys(eos_ids)), np.int32)
@@ -68,7 +69,7 @@ class RequestBuilder:
             shared_len=message.shared_len,
             background=message.background,
             wants=message.wants,
-            needs_all_tokens=self._spec.pooling is not None and self._spec.pooling.needs_all_tokens,
+            needs_all_tokens=self._needs_all_tokens,
             state=RequestState.WAITING if message.sampling.grammar is None else RequestState.COMPILING,
         )
 

@@ -70,6 +70,8 @@ CASES: dict[str, tuple[Callable[[Path, str], Path], str, Pooling, str | None]] =
     "qwen3 embedding": (_bare_checkpoint, "qwen3", Pooling.LAST, "lasttoken"),
     "llama, mean of raw vectors": (make_tiny_checkpoint, "llama", Pooling.MEAN, "mean"),
     "mistral without files of poolings": (_bare_checkpoint, "mistral", Pooling.LAST, None),
+    "an encoder": (_bare_checkpoint, "eurobert", Pooling.MEAN, None),
+    "the first token of an encoder": (_bare_checkpoint, "eurobert", Pooling.CLS, "cls_token"),
 }
 
 

@@ -53,7 +53,7 @@ def row(family: Family) -> list[str]:
         ", ".join(kinds_of_cache(model)),
         "" if family.gguf is None else f"`{family.gguf.name}`",
         answer(_refuse_8_bits, EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
-        "no" if model.keeps_states else "yes",
+        "yes" if model.causal and not model.keeps_states else "no",
     ]
 
 
@@ -83,7 +83,7 @@ def model_of(family: Family) -> ModelConfig:
     """The tiny model of the family that tests compare with transformers, with windows if the family can have any."""
     cases = [(case.architecture, case.changes) for case in (*FAMILIES.values(), *HYBRIDS.values(), *LATENT.values())]
     cases += ARCHITECTURES.values()
-    changes = next(changes for architecture, changes in cases if architecture == family.name)
+    changes = next((changes for architecture, changes in cases if architecture == family.name), {})
     config = transformers.AutoConfig.for_model(family.name, **tiny_fields(family.name, **changes))
     return family.configure(JsonFields(config.to_dict(), Path("config.json")))
 

@@ -129,7 +129,7 @@ class Bench:
     `max_samples`: maximum tokens of a row in a step, above 1 with drafts; `max_drafts`: of a step; `least_gain`,
     `gain_over_loss`: of snapshots; `tails`: where prompts are guessed to diverge at first, at a cost of one token each;
     None: as on a server, which makes no guess for prompts of fewer than 200 tokens; `pooling`: every request wants a
-    vector.
+    vector; `whole`: of a prompt that is computed whole.
     """
 
     pages: int = 64
@@ -151,6 +151,7 @@ class Bench:
     max_drafts: int | None = None
     tails: tuple[int, ...] | None = None
     pooling: Pooling | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         groups = ((self.window, self.pages), *self.more)
@@ -165,6 +166,7 @@ class Bench:
             max_drafts=self.max_drafts,
             pooling=self.pooling,
             pooled_width=0 if self.pooling is None else POOLED_WIDTH,
+            whole_prompts=self.whole,
         )
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
@@ -205,7 +207,9 @@ class Bench:
         if self.pooling is not None:
             sampling = replace(sampling, max_new_tokens=0, grammar=None)
             fields |= {"wants": POOLED, "top_logprobs": -1, "logprob_start": -1}
-            self.wanted_pooled[request_id] = self.oracle.pooled(prompt, self.pooling, POOLED_WIDTH, namespace)
+            self.wanted_pooled[request_id] = self.oracle.pooled(
+                prompt, self.pooling, POOLED_WIDTH, namespace, whole=self.whole
+            )
         elif isinstance(wants, TokenScores):
             self.wanted_pooled[request_id] = self.oracle.token_scores(prompt, wants.token_ids, namespace)
         self.wanted[request_id] = self._wanted(prompt, sampling, namespace)

@@ -89,6 +89,7 @@ SIZES: dict[str, Strategy] = {
     "gain_over_loss": st.sampled_from([0, 0, 1, 8]),
     "track": st.sampled_from([0, 1, 8]),
     "pooling": st.none(),
+    "whole": st.just(False),
 }
 """The choices of a schedule before it starts: arguments of `Simulation.start`."""
 
@@ -128,6 +129,7 @@ class Simulation(RuleBasedStateMachine):
         gain_over_loss: int,
         track: int,
         pooling: Pooling | None,
+        whole: bool,
     ) -> None:
         options = {
             "schedule_policy": policy,
@@ -143,7 +145,9 @@ class Simulation(RuleBasedStateMachine):
             drafts, pooling = 0, None
         if pooling is not None:
             drafts = 0
-        budget = max(chunk, 2 * rows)
+        if whole := whole and pooling is not None:
+            groups = (None,)
+        budget = max(chunk, 2 * rows, context if whole else 0)
         numbers = [slots if sees is STATE else (siblings if place else pages) for place, sees in enumerate(groups)]
         sizes = (numbers[0], page_size, rows, chunk, budget, context, lazy)
         self.bench = Bench(
@@ -158,6 +162,7 @@ class Simulation(RuleBasedStateMachine):
             gain_over_loss=gain_over_loss,
             tails=(2, 9, 20) if track else None,
             pooling=pooling,
+            whole=whole,
         )
         admission = self.bench.scheduler._admission
         admission.aged_turn = aged_turn

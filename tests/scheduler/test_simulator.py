@@ -53,7 +53,7 @@ def test_schedules_with_kv_in_doubt() -> None:
     assert met["computed anew"] >= 10, met
 
 
-POOLINGS: dict[str, Strategy] = {"pooling": st.sampled_from([None, *Pooling])}
+POOLINGS: dict[str, Strategy] = {"pooling": st.sampled_from([None, *Pooling]), "whole": st.booleans()}
 
 
 def test_schedules_with_vectors_and_scores() -> None:

@@ -193,6 +193,8 @@ class Transformer(nn.Module):
         """Hidden states `[T, hidden]` after the final norm. Writes the step's keys, values and states into `kv`, the
         memory of each layer."""
         batches = [batch.of_group(group) for group in range(self._num_groups)]
+        if not self.config.causal:
+            batches = [own.seeing_all() for own in batches]
         rotations = [tables(batch.positions) for tables in self._rotary]
         found = [embedding(batch.tokens) for embedding in self.embeddings]
         x = self._parallel.all_reduce(torch.stack(found) if self._in_shards else found[0])
