@@ -53,8 +53,8 @@ class ForwardBatch:
         return replace(self, write_slots=pages.write_slots, page_table=pages.page_table, further=())
 
     def seeing_all(self) -> ForwardBatch:
-        """The batch as attention that is not causal takes it: each token is a sequence, which sees all keys of its text.
-        Its tokens' keys are written before."""
+        """The batch as attention that is not causal takes it: each token is a sequence, which sees all keys of its
+        text. These are written before."""
         count = len(self.tokens)
         sequences = torch.repeat_interleave(self.query_starts.diff(), output_size=count)
         return replace(

@@ -43,6 +43,8 @@ _PART = 8 << 20
 _REQUESTS = 32
 """Concurrent requests per folder."""
 
+_POOLING = re.compile(r"[0-9]_Pooling")
+
 _SECONDS = 120.0
 """Timeout of one request."""
 
@@ -56,7 +58,8 @@ class RemoteObject:
 
 
 class RemoteFolder:
-    """The objects directly in `gs://BUCKET/PATH` at the time of opening; implements `WeightFiles`. Raises
+    """The objects directly in `gs://BUCKET/PATH` at the time of opening, and those that say how sentence-transformers
+    makes vectors (`1_Pooling/config.json`); implements `WeightFiles`. Raises
     `CheckpointError` if gcsfs is missing, the address is malformed, or the folder cannot be listed."""
 
     def __init__(self, address: str) -> None:
@@ -124,6 +127,7 @@ class RemoteFolder:
                 whole = Path(folder, identity)
                 whole.mkdir()
                 for name, read in data.items():
+                    (whole / name).parent.mkdir(exist_ok=True)
                     (whole / name).write_bytes(read.tobytes())
                 _move(whole, target)
         except OSError as error:
@@ -145,6 +149,11 @@ class RemoteFolder:
                 folders.add(name.strip("/"))
             elif _is_name(name):
                 objects[name] = RemoteObject(int(entry["size"]), str(entry["generation"]))
+        for name in filter(_POOLING.fullmatch, sorted(folders)):
+            file = f"{name}/config.json"
+            for entry in self._system.ls(f"{path}/{name}", detail=True, refresh=True, max_results=_MAX_OBJECTS):
+                if entry["name"] == f"{path}/{file}" and entry["type"] != "directory":
+                    objects[file] = RemoteObject(int(entry["size"]), str(entry["generation"]))
         return objects, frozenset(folders)
 
     def _object(self, name: str) -> RemoteObject:

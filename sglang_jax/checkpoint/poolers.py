@@ -7,7 +7,8 @@ config.json, or by the metadata of a GGUF file; labels by the class and its `id2
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from sglang_jax.architectures.files import read_file
@@ -19,6 +20,7 @@ from sglang_jax.config import PoolingType, Task
 from sglang_jax.errors import CheckpointError, ConfigError, quote
 
 _MODULES = "modules.json"
+_FOLDER = re.compile(r"(?!\.)[\w.-]{1,100}(/(?!\.)[\w.-]{1,100})?", re.ASCII)
 _MAX_BYTES = 1 << 20
 _MAX_LABELS = 65536
 
@@ -61,7 +63,7 @@ def pooler_of_folder(folder: Path, task: Task, pooling: PoolingType, *, causal: 
                     "model_task classify needs a checkpoint with a matrix of labels, a class that ends with "
                     f"{CLASSIFIER}; {folder / 'config.json'} has {quote(fields.value('architectures'))}"
                 )
-            return _classifier(fields, pooling)
+            return _classifier(folder, fields, pooling)
     found = stored or Pooler(pooling=Pooling.LAST if causal else Pooling.MEAN)
     return found if pooling is PoolingType.AUTO else Pooler(pooling=Pooling(pooling.value), normalised=found.normalised)
 
@@ -100,33 +102,30 @@ def _refuse_pooling(pooling: PoolingType) -> None:
         raise ConfigError(f"pooling {pooling.value} needs model_task embed: this model generates text")
 
 
-def _classifier(fields: JsonFields, pooling: PoolingType) -> Pooler:
+def _classifier(folder: Path, fields: JsonFields, pooling: PoolingType) -> Pooler:
     labels = fields.nested("id2label")
     names = ["LABEL_0", "LABEL_1"]  # transformers' default
     if labels is not None:
-        numbers = {int(key) for key in labels.values if key.isdecimal()}
-        if not 0 < len(labels.values) <= _MAX_LABELS or numbers != set(range(len(labels.values))):
+        numbers = [str(number) for number in range(len(labels.values))]
+        if not 0 < len(numbers) <= _MAX_LABELS or labels.values.keys() != set(numbers):
             raise CheckpointError(
                 f"{fields.file}: id2label must name 1 to {_MAX_LABELS} labels, numbered from 0; got "
                 f"{quote(list(labels.values))}"
             )
-        names = [str(labels.values[str(number)]) for number in range(len(numbers))]
+        names = [str(labels.values[number]) for number in numbers]
     if pooling is PoolingType.MEAN:
         raise ConfigError("pooling mean is not supported with model_task classify; supported: last, cls")
     chosen = Pooling.LAST if pooling is PoolingType.AUTO else Pooling(pooling.value)
-    return Pooler(pooling=chosen, labels=tuple(names), activation=_activation(fields, len(names)))
+    return Pooler(pooling=chosen, labels=tuple(names), activation=_activation(folder, fields, len(names)))
 
 
-def _activation(fields: JsonFields, labels: int) -> Activation:
-    own = fields.nested("sentence_transformers")
-    stored = None if own is None else own.string("activation_fn")
-    if stored is not None:
+def _activation(folder: Path, fields: JsonFields, labels: int) -> Activation:
+    for file, field, stored in _stored_activations(folder, fields):
+        if stored is None:
+            continue
         name = stored.rsplit(".", 1)[-1]
         if name not in _ACTIVATIONS:
-            raise CheckpointError(
-                f"{fields.file}: sentence_transformers.activation_fn is {quote(stored)}; supported: "
-                f"{', '.join(_ACTIVATIONS)}"
-            )
+            raise CheckpointError(f"{file}: {field} is {quote(stored)}; supported: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[name]
     match fields.string("problem_type"):
         case "regression":
@@ -135,6 +134,18 @@ def _activation(fields: JsonFields, labels: int) -> Activation:
             return Activation.SIGMOID
         case _:
             return Activation.SIGMOID if labels == 1 else Activation.SOFTMAX
+
+
+def _stored_activations(folder: Path, fields: JsonFields) -> Iterator[tuple[Path, str, str | None]]:
+    """Where releases 5 and later, 4, and up to 3 of sentence-transformers keep the activation of a cross-encoder: file,
+    field, value. The first that is there counts."""
+    file = folder / "config_sentence_transformers.json"
+    if file.is_file():
+        yield file, "activation_fn", JsonFields.read(file).string("activation_fn")
+    own = fields.nested("sentence_transformers")
+    yield fields.file, "sentence_transformers.activation_fn", None if own is None else own.string("activation_fn")
+    old = "sbert_ce_default_activation_function"
+    yield fields.file, old, fields.string(old)
 
 
 def _of_sentence_transformers(folder: Path) -> Pooler | None:
@@ -155,11 +166,11 @@ def _of_sentence_transformers(folder: Path) -> Pooler | None:
             f"{file}: modules {', '.join(kind for kind, _ in kinds)} are not supported; supported: a Transformer in "
             "this folder, a Pooling, and Normalize"
         )
-    place = (folder / pooling[0] / "config.json").resolve()
-    if not place.is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{file}: the path {quote(pooling[0])} of its Pooling leads out of the folder")
+    # Only the name is checked: in the cache of the hub, files are links out of the folder.
+    if not _FOLDER.fullmatch(pooling[0]):
+        raise CheckpointError(f"{file}: {quote(pooling[0])}, the path of its Pooling, is not a folder in this one")
     normalised = any(kind == "Normalize" for kind, _ in kinds)
-    return Pooler(pooling=_stored_pooling(JsonFields.read(place)), normalised=normalised)
+    return Pooler(pooling=_stored_pooling(JsonFields.read(folder / pooling[0] / "config.json")), normalised=normalised)
 
 
 def _stored_pooling(fields: JsonFields) -> Pooling:
@@ -167,7 +178,7 @@ def _stored_pooling(fields: JsonFields) -> Pooling:
     modes = [mode] if isinstance(mode, str) else mode
     if modes is None:
         modes = [name for field, name in _OLD_MODES.items() if fields.boolean(field)]
-    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _POOLINGS:
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in list(_POOLINGS):
         raise CheckpointError(f"{fields.file}: the pooling is {quote(modes)}; supported: one of {', '.join(_POOLINGS)}")
     if fields.boolean("include_prompt") is False:
         raise CheckpointError(f"{fields.file}: include_prompt false is not supported")

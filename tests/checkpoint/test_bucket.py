@@ -13,6 +13,7 @@ import pytest
 from helpers.bucket import Bucket, serve_bucket
 from helpers.tiny_models import make_tiny_checkpoint
 
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.checkpoint import ORBAX_MARKER, Checkpoint, SourceKind, bucket, open_checkpoint, resolve_model
 from sglang_jax.checkpoint.resolve import resolve_tokenizer
 from sglang_jax.checkpoint.safetensors_reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
@@ -57,6 +58,16 @@ def test_a_bucket_reads_like_a_folder(local: Path, served: Bucket) -> None:
     assert found.names() == expected.names()
     for name in expected.names():
         np.testing.assert_array_equal(found.read(name), expected.read(name))
+
+
+def test_a_bucket_says_how_vectors_are_made(served: Bucket) -> None:
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1_Pooling"}]
+    (folder(served) / "modules.json").write_text(json.dumps(modules))
+    (folder(served) / "1_Pooling").mkdir()
+    (folder(served) / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    pooler = open_checkpoint(ADDRESS).config.pooler
+    assert pooler is not None
+    assert pooler.pooling is Pooling.MEAN
 
 
 def test_opening_reads_only_headers_and_a_shard_only_its_rows(

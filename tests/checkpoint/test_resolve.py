@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from sglang_jax.checkpoint import ORBAX_MARKER, SourceKind, resolve_model, resolve_tokenizer
 from sglang_jax.config import EngineConfig, LoadFormat
@@ -115,6 +116,25 @@ def test_only_needed_files_are_downloaded(folder: Path, monkeypatch: pytest.Monk
         ("org/model", "v1.0", weights[:2]),
         ("org/model", "0a1b2c", weights[:2]),
     ]
+
+
+def test_of_folders_only_that_of_the_pooling_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["config.json", "model.safetensors", "1_Pooling/config.json"]
+    others = [
+        "1_Pooling/model.safetensors",
+        "2_Dense/config.json",
+        "original/params.json",
+        "onnx/1_Pooling/config.json",
+    ]
+    downloaded: list[str] = []
+
+    def download(_: str, *, revision: str | None, **patterns: list[str]) -> str:
+        downloaded.extend(filter_repo_objects([*files, *others, "onnx/config.json"], **patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_model("org/model")
+    assert downloaded == files
 
 
 def test_the_tokenizer_has_the_models_revision_or_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from helpers.simulated_conversations import ConversationSimulation
 from helpers.simulated_doubt import DoubtSimulation, ShortenedSimulation
-from helpers.simulation import STATE, WITH_STATES, Simulation, Strategy, simulate
+from helpers.simulation import STATE, WITH_STATES, PoolingSimulation, Simulation, Strategy, simulate
 from hypothesis import strategies as st
 
+from sglang_jax.architectures.pooling import Pooling
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.group import FullGroup, Group, WindowGroup
@@ -28,11 +30,14 @@ from sglang_jax.mem_cache.state import States
 from sglang_jax.mem_cache.state_group import StateGroup
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.fake import FakeRunner
-from sglang_jax.runner.plan import PageDeltas, SlotCopies, StepPlan, StepResult
+from sglang_jax.runner.plan import Int32, PageDeltas, SlotCopies, StepPlan, StepResult
 from sglang_jax.scheduler.admission import Admission
-from sglang_jax.scheduler.planner import Planner
+from sglang_jax.scheduler.finisher import Finisher
+from sglang_jax.scheduler.non_finite_check import NonFiniteCheck
+from sglang_jax.scheduler.planner import PlannedStep, Planner
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request
+from sglang_jax.scheduler.result_processor import ResultProcessor
 from sglang_jax.scheduler.rows import Advance, Departure, Rows
 
 pytestmark = pytest.mark.slow
@@ -597,6 +602,69 @@ def prove_the_copy_that_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVValidation, "prove", lambda self, record, step: prove(self, record, step + 1))
 
 
+def keep_parts_after_a_retraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    requeue = Finisher.requeue
+
+    def requeue_with_parts(self: Finisher, request: Request) -> None:
+        parts = request.pooled
+        requeue(self, request)
+        request.pooled = parts
+
+    monkeypatch.setattr(Finisher, "requeue", requeue_with_parts)
+
+
+def sum_without_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pooling, "needs_all_tokens", False)
+
+
+def publish_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors and scores of tokens are not checked."""
+    find = NonFiniteCheck._find_not_finite
+
+    def find_without(self: NonFiniteCheck, planned: PlannedStep, result: StepResult, last: Int32) -> list[Request]:
+        return find(self, msgspec.structs.replace(planned, pooled_chunks=()), replace(result, pooled=()), last)
+
+    monkeypatch.setattr(NonFiniteCheck, "_find_not_finite", find_without)
+
+
+def take_the_part_of_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_has_part", lambda self, chunk: chunk.start == 0)
+
+
+def take_the_part_of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = ResultProcessor._add_pooled
+
+    def add_in_another_order(self: ResultProcessor, planned: PlannedStep, result: StepResult) -> None:
+        add(self, planned, replace(result, pooled=result.pooled[::-1]))
+
+    monkeypatch.setattr(ResultProcessor, "_add_pooled", add_in_another_order)
+
+
+def divide_by_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean is the sum divided by the length of the last chunk."""
+    process = ResultProcessor._add_pooled
+
+    def add_and_scale(self: ResultProcessor, planned: PlannedStep, result: StepResult) -> None:
+        process(self, planned, result)
+        for chunk in planned.pooled_chunks:
+            request = chunk.request
+            if self._pooling is Pooling.MEAN and chunk.last and request.pooled is not None:
+                request.pooled = request.pooled * (request.prompt_len / chunk.length)
+
+    monkeypatch.setattr(ResultProcessor, "_add_pooled", add_and_scale)
+
+
+POOLING_FAULTS: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
+    keep_parts_after_a_retraction: {"pooling": st.just(Pooling.MEAN)},
+    sum_without_cached_tokens: {"pooling": st.just(Pooling.MEAN)},
+    publish_what_is_not_finite: {"pooling": st.sampled_from([None, *Pooling])},
+    take_the_part_of_the_first_chunk: {"pooling": st.just(Pooling.LAST)},
+    take_the_part_of_another_request: {"pooling": st.sampled_from([None, *Pooling])},
+    divide_by_the_last_chunk: {"pooling": st.just(Pooling.MEAN)},
+}
+"""Faults of vectors and of scores of tokens, and the engines that show them."""
+
+
 STATE_FAULTS = [
     donate_a_state_of_the_wrong_length,
     copy_after_the_step,
@@ -846,6 +914,16 @@ def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
     sizes = sizes | PLACES.get(plant, {})
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)) as caught:
         simulate(SCHEDULES, known_fault=True, sizes=sizes, kind=KINDS.get(plant, Simulation))
+    assert caught.traceback[-1].path != Path(__file__), "the fault itself failed, and nobody noticed it"
+
+
+@pytest.mark.parametrize("plant", POOLING_FAULTS, ids=lambda plant: plant.__name__)
+def test_fault_of_vectors_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError) as caught:
+        simulate(SCHEDULES, known_fault=True, sizes=POOLING_FAULTS[plant], kind=PoolingSimulation)
     assert caught.traceback[-1].path != Path(__file__), "the fault itself failed, and nobody noticed it"
 
 
