@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,9 @@ class FirstTokens:
         return Times(self._first, time.perf_counter() - self._start)
 
 
-Run = Callable[[list[list[int]], int], Times]
-"""Runs prompts (token ids) at once, each for a number of greedy output tokens, whatever the model's end token."""
+Run = Callable[[list[Any], int], Times]
+"""Runs prompts (token ids) at once, each for a number of greedy output tokens, whatever the model's end token; or makes
+vectors of texts."""
 
 
 def answer_batches(load: Callable[[], Run]) -> None:

@@ -79,7 +79,7 @@ class Worker:
     def session(self) -> int:
         return self._process.pid
 
-    def run(self, prompts: list[list[int]], output: int) -> Times:
+    def run(self, prompts: Sequence[list[int] | str], output: int) -> Times:
         """Runs one batch; the worker is idle before and after."""
         assert self._process.stdin is not None
         try:
@@ -165,7 +165,7 @@ class Usage:
         return used[session], (workers - used[session]) / seconds, (machine - workers) / seconds
 
 
-def measure(worker: Worker, workers: Collection[Worker], prompts: list[list[int]], output: int) -> Measured:
+def measure(worker: Worker, workers: Collection[Worker], prompts: Sequence[list[int] | str], output: int) -> Measured:
     """One batch of one worker."""
     before = Usage.now(workers)
     times = worker.run(prompts, output)

@@ -132,6 +132,7 @@ PROOFS = (
     smoke("deterministic", "--backend torch --dtype float32 --batch 1 --repeats 1"),
     smoke("same_results", "--backend torch --dtype float32 --deterministic tp --prompts 2"),
     smoke("fair_prefill_http", "--backend torch --seconds 10 --long 1000"),
+    smoke("embeddings", "--no-reference --dtypes float32 --batch 4 --turns 1"),
     smoke("faults", "'engine killed'"),
     smoke("hybrid_second_prompt", "--chunk 512 --repeats 1"),
     smoke("hybrid_shared_prefix", "--shapes short long --scale 0.05 --turns 1"),

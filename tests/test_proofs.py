@@ -138,8 +138,8 @@ def test_the_table_has_every_slow_target_and_benchmark() -> None:
     for name in targets:
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), name
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
-    # soak_server is a target, a test runs facts_task, and decode_cpu and faults start the others
-    others = {"soak_server", "facts_task", "memory_limit"}
+    # soak_server is a target, a test runs facts_task, and decode_cpu, embeddings and faults start the others
+    others = {"soak_server", "facts_task", "memory_limit", "embeddings_engine", "embeddings_sentence_transformers"}
     others |= {"decode_engine", "decode_llama_cpp", "decode_transformers", "decode_vllm"}
     assert {f"bench-{script.replace('_', '-')}" for script in scripts - others} == set(names) - set(targets)
 
