@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sglang_jax.about import version
+from sglang_jax.architectures.pooling import Pooler
 from sglang_jax.engine.pooling import NO_SAMPLES
 from sglang_jax.engine.types import EngineClient, GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_repeated
@@ -126,6 +127,13 @@ def _weight_version(client: EngineClient) -> str:
     return "" if len(versions) > 1 else next(iter(versions), client.model_info.weight_version)
 
 
+def _use(pooler: Pooler | None) -> dict[str, str]:
+    """The route that the model is for, by what it gives."""
+    if pooler is None:
+        return {"chat": "POST /v1/chat/completions"}
+    return {"labels": "POST /classify"} if pooler.labels else {"vectors": "POST /v1/embeddings"}
+
+
 def information_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
     config = context.config
@@ -136,7 +144,7 @@ def information_router(context: ServerContext) -> APIRouter:
         return {
             "server": f"sglang-jax {version()}",
             "model": config.model_name,
-            "chat": "POST /v1/chat/completions",
+            **_use(context.client.model_info.pooler),
             "routes": "GET /docs",
             "ready": "GET /readyz",
         }
@@ -161,7 +169,7 @@ def information_router(context: ServerContext) -> APIRouter:
             "weight_version": _weight_version(context.client),
             "served_model_name": config.model_name,
             "tokenizer_path": config.tokenizer_path or config.model_path,
-            "is_generation": True,
+            "is_generation": context.client.model_info.pooler is None,
         }
 
     @router.get("/get_weight_version")

@@ -75,7 +75,8 @@ class OllamaRunningModels(msgspec.Struct):
 
 class OllamaShown(msgspec.Struct, kw_only=True):
     """The served model. `parameters`: its sampling defaults, one a line; `template`: its chat template, in Jinja;
-    `capabilities`: `completion`, `tools` if it can call them, `thinking` if that is separated from its replies."""
+    `capabilities`: `completion`, `tools` if it can call them, `thinking` if that is separated from its replies; only
+    `embedding` if it gives vectors; none if it gives labels."""
 
     parameters: str
     template: str
@@ -165,6 +166,9 @@ def models_router(context: ServerContext, conversations: Conversations) -> APIRo
 
 def _abilities(context: ServerContext, conversations: Conversations) -> tuple[str, list[str]]:
     """Returns the chat template, empty if there is none, and what the model can do."""
+    pooler = context.client.model_info.pooler
+    if pooler is not None:
+        return "", [] if pooler.labels else ["embedding"]
     capabilities = ["completion"]
     try:
         template = context.client.tokenizer.chat_template

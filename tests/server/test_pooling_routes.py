@@ -76,6 +76,20 @@ def vectors(folder: Path, texts: list[str]) -> np.ndarray:
     return torch.nn.functional.normalize(torch.stack(last), dim=-1).numpy()
 
 
+def test_the_server_says_what_its_model_gives(embedding: EchoServer, ranking: tuple[EchoServer, Path]) -> None:
+    """The page and other clients choose by these what they offer."""
+    for server, name, route, abilities in (
+        (embedding, "vectors", "/v1/embeddings", ["embedding"]),
+        (ranking[0], "labels", "/classify", []),
+    ):
+        assert server.http.get("/model_info").json()["is_generation"] is False
+        told = server.http.get("/").json()
+        assert told[name] == f"POST {route}"
+        assert "chat" not in told
+        post(server, route, input=TEXTS[0])
+        assert post(server, "/api/show", model="default")["capabilities"] == abilities
+
+
 def test_openai_client_gets_vectors(embedding: EchoServer, generating: Path) -> None:
     client = openai.OpenAI(base_url=f"{embedding.url}/v1", api_key="none")
     expected = vectors(generating, TEXTS)

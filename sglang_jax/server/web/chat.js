@@ -46,9 +46,9 @@ export class Chat {
     this.clear();
   }
 
-  /** Shows the defaults of the served model. */
-  describe() {
-    return describeSettings();
+  /** Shows the defaults of the served model. @param {any} model the answer of `/model_info` */
+  describe(model) {
+    describeSettings(model);
   }
 
   /** Ends the reply, and empties the conversation. */

@@ -8,7 +8,11 @@ import { Live } from "./live.js";
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 const RETRY_MILLISECONDS = 3000;
 
-const tabs = [byId("tab-chat"), byId("tab-live")];
+/** Why there is no chat, with a model for something else. */
+const VECTORS = "This server gives vectors of texts, and has no chat. Programs send texts to POST /v1/embeddings.";
+const LABELS = "This server gives scores of labels, and has no chat. Programs send texts to POST /classify.";
+
+let tabs = [];
 const chat = new Chat(lock);
 const live = new Live(lock);
 
@@ -19,7 +23,7 @@ function show(tab) {
     one.tabIndex = selected ? 0 : -1;
     byId(one.getAttribute("aria-controls")).hidden = !selected;
   }
-  live.watch(tab === tabs[1]);
+  live.watch(tab.id === "tab-live");
   if (location.hash.slice(1) !== tab.id.slice(4)) history.replaceState(null, "", `#${tab.id.slice(4)}`);
 }
 
@@ -38,7 +42,7 @@ function lock(message = "") {
   live.watch(false);
   chat.clear();
   setKey("");
-  for (const id of ["tabs", "chat", "live", "forget"]) byId(id).hidden = true;
+  for (const id of ["tabs", "chat", "live", "forget", "purpose"]) byId(id).hidden = true;
   byId("model").textContent = "";
   byId("locked").hidden = false;
   tell("key-error", message);
@@ -53,10 +57,10 @@ function tell(id, message) {
 
 /** Shows the views, if the server accepts the key. */
 async function start(refusal = "") {
-  let models;
+  let models, model;
   try {
     models = await ask("v1/models");
-    await chat.describe();
+    model = await ask("model_info");
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     if (error.status === 401) return lock(refusal);
@@ -66,12 +70,24 @@ async function start(refusal = "") {
   }
   tell("trouble", "");
   byId("locked").hidden = true;
+  describeModel(model);
   byId("tabs").hidden = false;
   byId("forget").hidden = !hasKey();
   byId("model").textContent = models.data[0].id;
   document.title = `${models.data[0].id} · sglang-jax`;
-  show(location.hash === "#live" ? tabs[1] : tabs[0]);
-  if (location.hash !== "#live") byId("prompt").focus();
+  const shown = tabs.find((tab) => tab.id === `tab-${location.hash.slice(1)}`) ?? tabs[0];
+  show(shown);
+  if (shown.id === "tab-chat") byId("prompt").focus();
+}
+
+/** Shows what the model is for: only a model that generates text can chat. */
+function describeModel(model) {
+  const chats = model.is_generation;
+  tabs = [...(chats ? [byId("tab-chat")] : []), byId("tab-live")];
+  byId("tab-chat").hidden = !chats;
+  byId("chat").hidden = true;
+  tell("purpose", chats ? "" : model.pooler.labels.length ? LABELS : VECTORS);
+  chat.describe(model);
 }
 
 function sentence(message) {
@@ -96,7 +112,7 @@ byId("locked").addEventListener("submit", (event) => {
   start("The server does not know this key.");
 });
 byId("forget").addEventListener("click", () => lock());
-for (const tab of tabs) {
+for (const tab of [byId("tab-chat"), byId("tab-live")]) {
   tab.addEventListener("click", () => show(tab));
   tab.addEventListener("keydown", moveBetweenTabs);
 }

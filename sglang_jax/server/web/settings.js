@@ -1,6 +1,5 @@
 /** The settings of a chat: the fields that its requests have. */
 
-import { ask } from "./api.js";
 import { byId } from "./dom.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
@@ -16,9 +15,8 @@ export class SettingError extends Error {
 }
 
 /** Opens the settings where there is room, and shows the server's defaults in their fields. */
-export async function describeSettings() {
+export function describeSettings({ generation_defaults: defaults, context_length: length }) {
   byId("settings").open = matchMedia(WIDE).matches;
-  const { generation_defaults: defaults, context_length: length } = await ask("model_info");
   for (const name of DEFAULTS) {
     const value = defaults?.[name];
     byId(name).placeholder = value === null || value === undefined ? "default" : String(value);
