@@ -83,7 +83,7 @@ def test_files_of_sentence_transformers(stored: dict[str, Any], pooling: Pooling
         ({"pooling_mode": ["mean", "cls"]}, None, ["['mean', 'cls']"]),
         ({"pooling_mode": "mean", "include_prompt": False}, None, ["include_prompt false"]),
         ({"pooling_mode_cls_token": "yes"}, None, ["pooling_mode_cls_token", "yes"]),
-        ({}, [MODULES[0], {**MODULES[1], "path": "../elsewhere"}], ["../elsewhere", "leads out of the folder"]),
+        ({}, [MODULES[0], {**MODULES[1], "path": "../elsewhere"}], ["../elsewhere", "is not a folder in this one"]),
         ({}, {"not": "a list"}, ["modules.json", "is not a list"]),
         ({}, [7], ["modules.json", "is not a list"]),
         ({}, [{**MODULES[0], "path": "0_Transformer"}, MODULES[1]], ["are not supported"]),
