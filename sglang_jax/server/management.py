@@ -161,7 +161,7 @@ def information_router(context: ServerContext) -> APIRouter:
             "weight_version": _weight_version(context.client),
             "served_model_name": config.model_name,
             "tokenizer_path": config.tokenizer_path or config.model_path,
-            "is_generation": True,
+            "is_generation": context.client.model_info.pooler is None,
         }
 
     @router.get("/get_weight_version")
