@@ -106,6 +106,12 @@ class MemoryReleasedError(RequestError):
     code = "memory_released"
 
 
+class AbortedError(RequestError):
+    """The request was aborted before its vector or its scores were computed. Aborted texts end without an error."""
+
+    code = "aborted"
+
+
 class CapacityError(RequestError):
     """A request by itself needs more KV than the pool holds."""
 

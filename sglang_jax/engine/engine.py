@@ -34,6 +34,7 @@ from sglang_jax.engine.pooling import (
     classifier,
     embedder,
     finished_vector,
+    pooled_numbers,
     probabilities,
 )
 from sglang_jax.engine.process import check_main
@@ -236,7 +237,8 @@ class Engine:
         check_dimensions(dimensions, self.model_info)
         single, found = self._pooled(prompts)
         vectors = [finished_vector(each, pooler, dimensions, normalize) for each in found]
-        return vectors[0] if single else np.stack(vectors)
+        width = self.model_info.pooled_width if dimensions is None else dimensions
+        return vectors[0] if single else np.array(vectors, np.float32).reshape(len(vectors), width)
 
     def classify(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
         """Probabilities of the labels of texts, by a model for that (`--model-task classify`), as its config makes them
@@ -252,13 +254,12 @@ class Engine:
         pooler = classifier(self.model_info)
         single, found = self._pooled(prompts)
         scores = [probabilities(each, pooler.activation) for each in found]
-        return scores[0] if single else np.stack(scores)
+        return scores[0] if single else np.array(scores, np.float32).reshape(len(scores), len(pooler.labels))
 
     def _pooled(self, prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[NDArray[np.float32]]]:
         """Whether there is one prompt, and the vectors or scores of all."""
         single, batch = self._batch(prompts, NO_SAMPLES, GenerateInput(prompt="", wants=POOLED))
-        found = [output.pooled for output in self._loop.run(batch.run())]
-        return single, [each for each in found if each is not None]
+        return single, [pooled_numbers(output) for output in self._loop.run(batch.run())]
 
     @overload
     def chat(

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.pooling import Activation, Pooler
-from sglang_jax.engine.types import ModelInfo
-from sglang_jax.errors import ParameterError
+from sglang_jax.engine.types import GenerateOutput, ModelInfo, OutputDelta
+from sglang_jax.errors import AbortedError, ParameterError
 from sglang_jax.sampling.params import SamplingParams
 
 NO_SAMPLES = SamplingParams(temperature=0.0, max_new_tokens=0)
@@ -45,6 +45,13 @@ def check_dimensions(dimensions: int | None, info: ModelInfo) -> None:
             f"{dimensions}",
             param="dimensions",
         )
+
+
+def pooled_numbers(output: GenerateOutput | OutputDelta) -> NDArray[np.float32]:
+    """The vector or the scores of a finished output. Raises `AbortedError` if it ended without them."""
+    if output.pooled is None:
+        raise AbortedError("the request was aborted before its vector or its scores were computed")
+    return output.pooled
 
 
 def finished_vector(

@@ -13,7 +13,7 @@ from fastapi import Response
 from numpy.typing import NDArray
 from starlette.datastructures import Headers
 
-from sglang_jax.engine.pooling import NO_SAMPLES
+from sglang_jax.engine.pooling import NO_SAMPLES, pooled_numbers
 from sglang_jax.engine.types import GenerateInput, OutputDelta
 from sglang_jax.sampling.wants import POOLED, Wants
 from sglang_jax.server.callers import current_caller
@@ -71,8 +71,7 @@ class PooledCall:
         found: Found = []
         for number, (output,) in enumerate(outputs):
             self.tokens.add(number, output)
-            assert output.pooled is not None, "a finished output of a request for a vector"
-            found.append(output.pooled)
+            found.append(pooled_numbers(output))
         return found
 
 

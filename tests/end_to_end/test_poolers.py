@@ -91,6 +91,7 @@ def test_vectors(name: str, backend: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(again, found, atol=1e-6, rtol=1e-5)  # in other chunks, from the cache
         cut = engine.embed(TEXTS[2], dimensions=8, normalize=True)
         np.testing.assert_allclose(cut, expected[2][:8] / np.linalg.norm(expected[2][:8]), atol=1e-4)
+        assert engine.embed([]).shape == (0, 64)
         with pytest.raises(ParameterError, match="dimensions must be between 1 and 64"):
             engine.embed(TEXTS[0], dimensions=65)
         with pytest.raises(ParameterError, match="generates none"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,18 @@ def test_bad_requests_for_vectors(embedding: EchoServer) -> None:
     assert error(embedding, "/v1/embeddings", input="a", return_multivector=True)[0] == "return_multivector"
     assert "gives vectors" in error(embedding, "/v1/completions", prompt="a")[1]
     assert "no scores of labels" in error(embedding, "/classify", input="a")[1]
+
+
+def test_an_aborted_request_for_a_vector_is_an_error(embedding: EchoServer) -> None:
+    post(embedding, "/pause_generation", mode="in_place")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(error, embedding, "/v1/embeddings", input=TEXTS, rid="r1")
+        while embedding.http.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"] < len(TEXTS):
+            time.sleep(0.01)
+        assert embedding.http.post("/abort_request", json={"rid": "r1-1"}).status_code == 200
+        post(embedding, "/continue_generation")
+        assert "was aborted" in answer.result()[1]
+    assert embedding.http.get("/model_info").json()["is_generation"] is False
 
 
 def test_ranking_by_vectors(embedding: EchoServer, generating: Path) -> None:
