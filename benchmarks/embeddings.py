@@ -1,15 +1,16 @@
 """Vectors of texts on a CPU: this project on Torch and JAX, and sentence-transformers, in turns.
 
-    python benchmarks/embeddings.py [--reference-python PYTHON] [--no-reference] [--reference-batch 32 4]
-        [--backend torch jax] [--dtypes float32 bfloat16] [--batch 32] [--turns 5] [--chunk N] [--wait 30]
-        [--json FILE]
+    python benchmarks/embeddings.py [--reference-python PYTHON] [--no-reference] [--reference-batch 32 4 1]
+        [--backend torch jax] [--dtypes float32 bfloat16] [--batch 32] [--turns 5] [--chunk N] [--cores N]
+        [--wait 30] [--json FILE]
 
 The model is the embedded SmolLM2-135M as a Hugging Face folder in float32, pooled by the last token and normalised;
 all engines load this folder. Each is a separate process with a thread per core, and they take turns. In each turn all
-get the same new texts: random words, of 8 to 512 tokens (log-uniform). A first turn, which does not count, compares
-their vectors: the benchmark ends if a cosine with the first engine's vector is too small. Rates are tokens, without
-padding, per second of the whole call, tokenisation included; each "of NAME" is the median over the turns of the rate
-as a share of that engine's.
+get the same new texts: random words, of 8 to 512 tokens (log-uniform), after a few texts that do not count. The
+benchmark ends if the cosine of a vector with that of the first engine is too small. Rates are tokens, without padding,
+per second of the whole call, tokenisation included; each "of NAME" is the median over the turns of the rate as a share
+of that engine's. On a busy machine, compare tokens per second of processor time with `--cores 1`: more threads wait for
+each other, and some of that waiting is processor time.
 
 sentence-transformers sorts texts by length, takes `--reference-batch` of them at a time (its default is 32), and pads
 them to the longest. Install it in an environment with this project's requirements, or in a separate one, and name that
@@ -40,9 +41,12 @@ from tokenizers import Tokenizer
 
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.tokenizer import load_tokenizer
-from sglang_jax.runner.this_machine import cpu_multiplies_bfloat16
+from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16
 
 SHORTEST, LONGEST = 8, 512
+WARMING = 4
+"""Texts of the turn that does not count."""
+
 CLOSEST = {"float32": 0.9999, "bfloat16": 0.99}
 """The least cosine of two engines' vectors of a text, by dtype: bfloat16 has 8 bits."""
 
@@ -104,7 +108,7 @@ def contenders(arguments: argparse.Namespace, dtype: str, folder: Path, vectors:
     for batch in () if arguments.no_reference else arguments.reference_batch:
         words = [str(folder), "--batch", str(batch)]
         python = arguments.reference_python
-        yield made(f"reference by {batch}", python, "embeddings_sentence_transformers.py", *words)
+        yield made(f"sentence-transformers by {batch}", python, "embeddings_sentence_transformers.py", *words)
 
 
 def compare_vectors(vectors: Mapping[str, np.ndarray], least: float) -> dict[str, float]:
@@ -124,18 +128,19 @@ def compare_vectors(vectors: Mapping[str, np.ndarray], least: float) -> dict[str
 def run_turns(
     workers: Sequence[Worker], texts: Texts, vectors: Path, dtype: str, arguments: argparse.Namespace
 ) -> Rows:
-    """A row for each engine, after a turn that compares their vectors."""
+    """A row for each engine, after a turn that does not count. Raises `SystemExit` for vectors that differ."""
     found: dict[str, list[Measured]] = {worker.contender.name: [] for worker in workers}
-    cosines: dict[str, float] = {}
+    cosines: dict[str, list[float]] = {name: [] for name in found}
     for turn in range(arguments.turns + 1):
-        batch = texts.make(arguments.batch, turn)
+        batch = texts.make(arguments.batch if turn else WARMING, turn)
         for worker in workers:
             wait_for_quiet(QUIET_CORES, arguments.wait)
             measured = measure(worker, workers, batch, 0)
             if turn:
                 found[worker.contender.name].append(measured)
-        if not turn:
-            cosines = compare_vectors({name: np.load(vectors / f"{name}.npy") for name in found}, CLOSEST[dtype])
+        turn_cosines = compare_vectors({name: np.load(vectors / f"{name}.npy") for name in found}, CLOSEST[dtype])
+        for name, cosine in turn_cosines.items():
+            cosines[name].append(cosine)
     tokens = texts.count(batch)
 
     def rate(measured: Measured) -> dict[str, float]:
@@ -143,7 +148,7 @@ def run_turns(
 
     rows = compare("dtype", dtype, rate, found)
     for row in rows:
-        row["least cosine"] = f"{cosines[row['engine']]:.6f}" if row["engine"] in cosines else ""
+        row["least cosine"] = f"{min(cosines[row['engine']], default=1.0):.6f}"
     return rows
 
 
@@ -155,9 +160,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="texts of a call")
     parser.add_argument("--chunk", type=int, help="maximum tokens per step of this project; default: the engine's")
     parser.add_argument("--reference-python", default=sys.executable, help="interpreter with sentence-transformers")
-    parser.add_argument("--reference-batch", type=int, nargs="+", default=[32, 4], help="texts that it pads together")
+    parser.add_argument(
+        "--reference-batch", type=int, nargs="+", default=[32, 4, 1], help="texts that it pads together"
+    )
     parser.add_argument("--no-reference", action="store_true", help="leave sentence-transformers out")
     parser.add_argument("--turns", type=int, default=5, help="turns that count")
+    parser.add_argument("--cores", type=int, help="use only so many; default: all that this process may use")
     parser.add_argument("--wait", type=float, default=0, help="seconds to wait at most for a quiet machine")
     return parser.parse_args()
 
@@ -165,6 +173,8 @@ def options() -> argparse.Namespace:
 def main() -> None:
     arguments = options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the workers end, too
+    if arguments.cores is not None:
+        os.sched_setaffinity(0, cpu_cores()[: arguments.cores])  # workers inherit it
     dtypes = arguments.dtypes or ["float32", *(["bfloat16"] if cpu_multiplies_bfloat16() else [])]
     rows: Rows = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -173,7 +183,7 @@ def main() -> None:
         save_model(folder)
         texts = Texts(folder)
         title = f"Vectors of {arguments.batch} texts, {texts.count(texts.make(arguments.batch, 0))} tokens"
-        machine = describe()
+        machine = describe() | {"cores used": len(os.sched_getaffinity(0))}
         print_title(f"{title}, SmolLM2-135M, {arguments.turns} turns", machine)
         for dtype in dtypes:
             with ExitStack() as stack:

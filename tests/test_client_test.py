@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from clients.run import ROOT, Client, judged, read_table
 
 
@@ -28,3 +29,13 @@ def test_a_check_must_do_what_the_table_says() -> None:
         "newer": "passes, although clients.toml lists it as not served",
     }
     assert judged(client, {}) == {"driver": "has no checks"}
+
+
+def test_a_client_has_the_task_of_its_server(tmp_path: Path) -> None:
+    table = tmp_path / "clients.toml"
+    entry = '[clients.{0}]\npackages = ["{0}==1"]\ndriver = "{0}.py"\n'
+    table.write_text('before = "2026-01-01"\n' + entry.format("a") + entry.format("b") + 'task = "embed"\n')
+    assert [(client.name, client.task) for client in read_table(table).clients] == [("a", "generate"), ("b", "embed")]
+    table.write_text(table.read_text().replace("embed", "embedding"))
+    with pytest.raises(ValueError, match="the task of b must be one of generate, embed, got 'embedding'"):
+        read_table(table)

@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -81,3 +82,9 @@ def test_every_command_runs_as_printed(tmp_path: Path) -> None:
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert sorted(each["custom_id"] for each in answers) == sorted(f"line-{number}" for number in range(1, 41))
     assert all(each["response"]["status_code"] == 200 for each in answers)
+    [served] = [json.loads(one.output) for one in ran if one.command.startswith("sglang-jax serve --model-task embed")]
+    assert np.linalg.norm(served["data"][0]["embedding"]) == pytest.approx(1.0)
+    assert len(served["data"][0]["embedding"]) == 3
+    products = re.findall(r"^the cat and the (\w+): (0\.\d+)$", outputs["python vectors.py"], re.MULTILINE)
+    assert [name for name, _ in products] == ["kitten", "revenue"]
+    assert float(products[0][1]) > float(products[1][1])

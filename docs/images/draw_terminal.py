@@ -25,7 +25,7 @@ from xml.sax.saxutils import escape
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs/tutorial.md"
-PORT = "30000"
+PORT, SECOND_PORT = "30000", "30001"
 SERVE = "make serve"
 INSTALLED = ("pip install openai",)
 """Commands that are not run: they would change the environment."""
@@ -70,7 +70,13 @@ def served(folder: Path, port: str) -> Iterator[Ran]:
 
 
 def run_page(page: str, folder: Path, port: str) -> list[Ran]:
-    """Runs the page's commands in order in `folder`, against one server on `port`."""
+    """Runs the page's commands in order in `folder`, against one server on `port`. A second server of the page gets a
+    free port, too."""
+    second = free_port()
+
+    def with_ports(text: str) -> str:
+        return text.replace(PORT, port).replace(SECOND_PORT, second)
+
     (folder / ".venv").symlink_to(sys.prefix)
     environment = os.environ | {
         "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ["PATH"]]),
@@ -80,11 +86,11 @@ def run_page(page: str, folder: Path, port: str) -> list[Ran]:
         ran = [server]
         for file, language, text in blocks(page):
             if file is not None:
-                (folder / file).write_text(text.replace(PORT, port) + "\n")
+                (folder / file).write_text(with_ports(text) + "\n")
             if language != "sh" or text in (SERVE, *INSTALLED):
                 continue
             done = subprocess.run(
-                ["bash", "-c", text.replace(PORT, port)],
+                ["bash", "-c", with_ports(text)],
                 cwd=folder,
                 env=environment,
                 stdout=subprocess.PIPE,

@@ -49,7 +49,7 @@ def test_other_or_longer_vectors_end_the_benchmark(load: Callable[[str], ModuleT
 
 
 def test_a_reference_that_is_not_installed_says_what_to_install(load: Callable[[str], ModuleType]) -> None:
-    """The package may be installed for the tests, so the interpreter is told that it is not."""
+    """The package may be installed for the tests, so the interpreter does not find it."""
     hidden = "import runpy, sys; sys.modules['sentence_transformers'] = None; del sys.argv[0]; "
     worker = str(BENCHMARKS / "embeddings_sentence_transformers.py")
     words = [hidden + "runpy.run_path(sys.argv[0], run_name='__main__')", worker, "folder", "--vectors", "file"]

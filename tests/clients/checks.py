@@ -4,10 +4,11 @@ failure hides no other."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 Check = TypeVar("Check", bound=Callable[[], object])
@@ -59,6 +60,12 @@ def is_weather(arguments: Any) -> None:
     assert value["city"] in CITIES, value
     assert isinstance(value["days"], int), value
     assert 1 <= value["days"] <= 5, value
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """The cosine of the angle between two vectors of the same size."""
+    product = sum(mine * theirs for mine, theirs in zip(one, other, strict=True))
+    return product / math.hypot(*one) / math.hypot(*other)
 
 
 def main() -> None:

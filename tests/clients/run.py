@@ -1,4 +1,4 @@
-"""Drives published clients, each in a separate environment, against a server of the embedded model: `make client-test`.
+"""Drives published clients, each in a separate environment, against servers of the embedded model: `make client-test`.
 
     python tests/clients/run.py --environments FOLDER [NAME ...]    # all clients of clients.toml, or the named ones
 
@@ -31,9 +31,15 @@ INSTALL = ROOT / "requirements/install.py"
 MODEL = "demo"
 SERVER = [
     *(sys.executable, "-m", "sglang_jax.launch_server", "--model-path", MODEL, "--port", "0"),
-    *("--backend", "torch", "--device", "cpu", "--chat-template", str(HERE / "chat_template.jinja")),
-    *("--reasoning-parser", "qwen3"),
+    *("--backend", "torch", "--device", "cpu"),
 ]
+GENERATE, EMBED = "generate", "embed"
+OPTIONS = {
+    GENERATE: ["--chat-template", str(HERE / "chat_template.jinja"), "--reasoning-parser", "qwen3"],
+    EMBED: [],
+}
+"""The options of the server for each task (`--model-task`)."""
+
 SECONDS = 600
 """How long the checks of one client may take, and how long a server may take to stop."""
 
@@ -47,12 +53,13 @@ class BuildError(Exception):
 @dataclass(frozen=True)
 class Client:
     """A published client. `packages`: pinned, in pip's or npm's notation; `driver`: the script of its checks;
-    `not_served`: names or patterns of the checks that must fail, and why."""
+    `not_served`: names or patterns of the checks that must fail, and why; `task`: of the server that it needs."""
 
     name: str
     packages: tuple[str, ...]
     driver: Path
     not_served: Mapping[str, str] = field(default_factory=dict)
+    task: str = GENERATE
 
     @property
     def is_javascript(self) -> bool:
@@ -68,11 +75,15 @@ class Table:
 
 
 def read_table(path: Path = TABLE) -> Table:
+    """Raises `ValueError` for a task without a server."""
     content = tomllib.loads(path.read_text())
     clients = []
     for name, entry in content["clients"].items():
         driver = path.parent / entry["driver"]
-        clients.append(Client(name, tuple(entry["packages"]), driver, entry.get("not_served", {})))
+        task = entry.get("task", GENERATE)
+        if task not in OPTIONS:
+            raise ValueError(f"the task of {name} must be one of {', '.join(OPTIONS)}, got {task!r}")
+        clients.append(Client(name, tuple(entry["packages"]), driver, entry.get("not_served", {}), task))
     return Table(content["before"], tuple(clients))
 
 
@@ -115,14 +126,14 @@ def call(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def served(key: str, folder: Path) -> Iterator[str]:
-    """A server, with its log and its clients' files in the folder. Yields its URL."""
-    log, files = folder / "server.log", folder / "files"
+def served(task: str, key: str, folder: Path) -> Iterator[str]:
+    """A server for a task, with its log and its clients' files in the folder. Yields its URL."""
+    log, files = folder / f"server-{task}.log", folder / "files"
     shutil.rmtree(files, ignore_errors=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SGLANG_JAX_API_KEY": key}
     with log.open("w") as output:
         server = subprocess.Popen(
-            [*SERVER, "--files-dir", str(files)],
+            [*SERVER, "--model-task", task, *OPTIONS[task], "--files-dir", str(files)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -201,27 +212,33 @@ def main() -> None:
         parser.error(f"unknown clients {' '.join(unknown)}: choose from {', '.join(names)}")
     folder, key = options.environments.resolve(), secrets.token_hex(16)
     folder.mkdir(parents=True, exist_ok=True)
+    chosen = [client for client in table.clients if not options.names or client.name in options.names]
     failed = 0
-    with served(key, folder) as url:
-        for client in table.clients:
-            if options.names and client.name not in options.names:
-                continue
-            print(f"{client.name}: {' '.join(client.packages)}", flush=True)
-            try:
-                command = build(client, folder / client.name, table.before)
-            except BuildError as error:
-                print(f"  its environment could not be built: {error}", flush=True)
-                failed += 1
-                continue
-            log = folder / f"{client.name}.log"
-            verdicts = judged(client, run_checks(command, url, key, folder / "home", log))
-            for name, verdict in verdicts.items():
-                print(f"  {name:24} {verdict.splitlines()[0][:200]}", flush=True)
-            if wrong := [verdict for verdict in verdicts.values() if verdict not in (PASSED, NOT_SERVED)]:
-                failed += len(wrong)
-                print(f"  more in {log}")
-    print(f"{failed} checks failed; the server's log: {folder / 'server.log'}" if failed else "all checks passed")
+    for task in OPTIONS:
+        if clients := [client for client in chosen if client.task == task]:
+            with served(task, key, folder) as url:
+                failed += sum(drive(client, table.before, url, key, folder) for client in clients)
+    logs = folder / "server-*.log"
+    print(f"{failed} checks failed; logs of the servers: {logs}" if failed else "all checks passed")
     sys.exit(1 if failed else 0)
+
+
+def drive(client: Client, before: str, url: str, key: str, folder: Path) -> int:
+    """Prints the verdicts on a client's checks. Returns how many are wrong."""
+    print(f"{client.name}: {' '.join(client.packages)}", flush=True)
+    try:
+        command = build(client, folder / client.name, before)
+    except BuildError as error:
+        print(f"  its environment could not be built: {error}", flush=True)
+        return 1
+    log = folder / f"{client.name}.log"
+    verdicts = judged(client, run_checks(command, url, key, folder / "home", log))
+    for name, verdict in verdicts.items():
+        print(f"  {name:24} {verdict.splitlines()[0][:200]}", flush=True)
+    wrong = [verdict for verdict in verdicts.values() if verdict not in (PASSED, NOT_SERVED)]
+    if wrong:
+        print(f"  more in {log}")
+    return len(wrong)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,16 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+SHELL_PART = re.compile(r"&|\d?>.*")
+"""What ends a command's own words: a redirection, or `&`."""
+
 SHELLS = ("", "sh", "bash")
 OURS = re.compile(r"(sglang-jax|make|docker run|python benchmarks/\S+|python -m (sglang_jax|tpu)\S*)( |$)")
 
@@ -56,7 +60,7 @@ def program_of(words: list[str]) -> tuple[str, ...]:
         words = words[1:]
     if not words:
         return ()
-    words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
+    words = [words[0].removeprefix(".venv/bin/"), *takewhile(lambda word: not SHELL_PART.fullmatch(word), words[1:])]
     return tuple(words) if OURS.match(" ".join(words)) else ()
 
 
