@@ -4,6 +4,7 @@ OpenTelemetry, and itself imported only if traces are on."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,21 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_i
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from sglang_jax.about import version
+from sglang_jax.errors import ConfigError, quote
 from sglang_jax.server.tracing import Span, Value
 
 logger = logging.getLogger(__name__)
 
 TRACES_PATH = "/v1/traces"
 """The path of an endpoint that is given without one."""
+
+QUEUE_VARIABLES = (
+    "OTEL_BSP_MAX_QUEUE_SIZE",
+    "OTEL_BSP_MAX_EXPORT_BATCH_SIZE",
+    "OTEL_BSP_SCHEDULE_DELAY",
+    "OTEL_BSP_EXPORT_TIMEOUT",
+)
+"""Variables of the environment for the queue of spans."""
 
 FLUSH_SECONDS = 5.0
 """Maximum seconds at shutdown to send the spans that are left."""
@@ -42,6 +52,7 @@ SERVICE_NAME = "sglang-jax"
 class OtlpSpans:
     """A `SpanWriter`. A thread sends spans in batches. If its queue is full, spans are dropped, so requests do not wait
     for a collector that is slow or down. The SDK reads its own variables of the environment: sampler, headers, queue.
+    Raises `ConfigError` for those of the queue.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -50,7 +61,7 @@ class OtlpSpans:
         self._provider = TracerProvider(
             resource=defaults.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint))))
+        self._provider.add_span_processor(_batches(OTLPSpanExporter(endpoint=traces_url(endpoint))))
         self._tracer = self._provider.get_tracer("sglang_jax", version())
 
     def start(self, name: str, headers: Mapping[str, str], start: int, attributes: Mapping[str, Value]) -> Span:
@@ -99,6 +110,14 @@ class _RequestSpan:
             self._span.set_attribute("error.type", error)
             self._span.set_status(Status(StatusCode.ERROR))
         self._span.end(end)
+
+
+def _batches(exporter: OTLPSpanExporter) -> BatchSpanProcessor:
+    try:
+        return BatchSpanProcessor(exporter)
+    except ValueError as error:
+        given = ", ".join(f"{name}={quote(value)}" for name, value in os.environ.items() if name in QUEUE_VARIABLES)
+        raise ConfigError(f"OpenTelemetry refuses {given}: {error}") from error
 
 
 def traces_url(endpoint: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -30,10 +30,14 @@ OPERATIONS: Mapping[str, str] = {
 OPERATIONS_ON_TEXTS: Mapping[str, str] = {
     "/v1/embeddings": "embeddings",
     "/classify": "classify",
+    "/v1/classify": "classify",
     "/v1/score": "score",
+    "/score": "score",
     "/v1/rerank": "rerank",
+    "/rerank": "rerank",
+    "/v2/rerank": "rerank",
 }
-"""The routes for vectors and scores, and the same names, of which the conventions have only the first."""
+"""The routes for vectors and scores with their other names, and what they do; the conventions have only the first."""
 
 _TRACED = {**OPERATIONS, **OPERATIONS_ON_TEXTS}
 
@@ -169,10 +173,10 @@ class RequestTrace:
         expected = sum(prompt.sampling.n for prompt in self._inputs)
         cut_off = sum(one.end is not None for one in completions) < expected
         error = self.error
-        if error is None and self.status >= 400:
-            error = str(self.status)
-        elif error is None and cut_off:
+        if error is None and (self.status == CLIENT_CLOSED_REQUEST or (cut_off and self.status < 400)):
             error = "cancelled"
+        elif error is None and self.status >= 400:
+            error = str(self.status)
         attributes: dict[str, Value] = {"http.response.status_code": self.status}
         if self.asked_model is not None:
             attributes["gen_ai.request.model"] = self.asked_model
@@ -226,7 +230,8 @@ class RequestTrace:
     def _child(
         self, name: str, start: float, end: float, attributes: Mapping[str, Value], retracted: Sequence[float] = ()
     ) -> None:
-        events = [("retracted", self._unix(moment)) for moment in retracted]
+        # The server hears of a retraction a little later than it was, sometimes only after the last token.
+        events = [("retracted", self._unix(min(moment, end))) for moment in retracted]
         self.span.child(name, self._unix(start), self._unix(end), attributes, events)
 
     def _unix(self, moment: float) -> int:
@@ -236,6 +241,8 @@ class RequestTrace:
 def _request_attributes(prompts: Sequence[GenerateInput]) -> dict[str, Value]:
     """What the request asks for, by its first prompt: no text of a client."""
     sampling = prompts[0].sampling
+    if sampling.max_new_tokens == 0:  # nothing is sampled
+        return {"sglang_jax.prompts": len(prompts)} if len(prompts) > 1 else {}
     found: dict[str, Value] = {
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -298,6 +305,16 @@ def traced(prompt: GenerateInput) -> tuple[GenerateInput, PromptTrace | None]:
     return replace(prompt, progress=trace), trace
 
 
+def _joined(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Returns headers by their names in small letters. Values of repeated ones are joined, as for `tracestate`
+    (RFC 9110, section 5.3); a `traceparent` with two values is invalid, and so ignored."""
+    headers: dict[str, str] = {}
+    for name, value in raw:
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        headers[key] = f"{headers[key]},{text}" if key in headers else text
+    return headers
+
+
 class Traced:
     """Around an application: writes a span for each request to a route that generates, in which its parts note what
     they know."""
@@ -320,7 +337,7 @@ class Traced:
             "http.request.method": "POST",
             "http.route": route,
         }
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = _joined(scope["headers"])
         begin = time.monotonic_ns()
         epoch = time.time_ns() - begin
         span = self._writer.start(f"{operation} {self._model}", headers, epoch + begin, attributes)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 from helpers.collector import Collector, SeenSpan, run_collector
 from helpers.echo_server import EchoServer, serve_echo, wait_for
 from helpers.engine_fakes import ByteTokenizer, load_fake_model
@@ -19,13 +20,22 @@ from pydantic import ValidationError
 
 from sglang_jax.config import LoadBalanceMethod, ServerConfig
 from sglang_jax.engine.client import AsyncEngineClient
-from sglang_jax.engine.types import EngineClient
+from sglang_jax.engine.types import EngineClient, GenerateInput
 from sglang_jax.errors import ConfigError
+from sglang_jax.sampling import SamplingParams
 from sglang_jax.server import otlp
+from sglang_jax.server.embeddings import embeddings_router
 from sglang_jax.server.otlp import OtlpSpans, traces_url
 from sglang_jax.server.remote_replicas import connect_engines
+from sglang_jax.server.scores import scores_router
 from sglang_jax.server.serve import traces_of
-from sglang_jax.server.tracing import MAX_TRACED_COMPLETIONS, OPERATIONS, OPERATIONS_ON_TEXTS
+from sglang_jax.server.tracing import (
+    MAX_TRACED_COMPLETIONS,
+    OPERATIONS,
+    OPERATIONS_ON_TEXTS,
+    CompletionTrace,
+    RequestTrace,
+)
 
 SECRET = "zebra"
 HI = [{"role": "user", "content": SECRET}]
@@ -42,6 +52,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/generate": {"model": "default", "prompt": SECRET, "stream": False, "options": {"num_predict": 5}},
 }
 """A request to each route that generates."""
+
+TEXTS: dict[str, dict[str, Any]] = {
+    "embeddings": {"input": "a"},
+    "classify": {"input": "a"},
+    "score": {"text_1": "a", "text_2": "b"},
+    "rerank": {"query": "a", "documents": ["b"]},
+}
+"""What the routes for vectors and scores are asked, by their operations."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,13 +155,20 @@ def test_the_bodies_are_for_all_routes_that_generate(server: EchoServer) -> None
     }
     checked = {path for path, text in answers.items() if "elsewhere" in text and "not served here" in text}
     of_texts = set(OPERATIONS_ON_TEXTS)
-    assert of_texts <= set(answers)
+    assert of_texts & set(answers) == {"/v1/embeddings", "/classify", "/v1/score", "/v1/rerank"}
     assert checked - set(OPERATIONS) - of_texts <= {
         "/tokenize",
         "/detokenize",
         "/v1/messages/count_tokens",
         "/api/show",
     }
+
+
+def test_routes_for_texts_are_traced_by_each_of_their_names(server: EchoServer) -> None:
+    routers = embeddings_router(server.context), scores_router(server.context)
+    served = {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
+    assert "/v2/rerank" in served
+    assert served == set(OPERATIONS_ON_TEXTS)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -211,6 +236,24 @@ def test_streams_and_several_completions(server: EchoServer, collector: Collecto
     assert found["gen_ai.response.finish_reasons"] == ["length"] * 4
     assert (found["gen_ai.request.choice.count"], found["sglang_jax.prompts"]) == (2, 2)
     assert found["gen_ai.request.stream"] is True
+
+
+@pytest.mark.parametrize("path", OPERATIONS_ON_TEXTS)
+def test_a_route_for_texts_has_its_operation(server: EchoServer, collector: Collector, path: str) -> None:
+    trace_id = next(NAMES)
+    answer = post(server, path, {"model": "elsewhere", **TEXTS[OPERATIONS_ON_TEXTS[path]]}, trace_id, 404)
+    [request] = collector.trace(trace_id)
+    assert request.name == f"{OPERATIONS_ON_TEXTS[path]} one"
+    assert request.attributes["http.route"] == path
+    assert request.attributes["error.type"] == answer["error"]["code"] == "model_not_found"
+
+
+def test_what_samples_nothing_has_no_attributes_of_sampling(server: EchoServer, collector: Collector) -> None:
+    trace_id = next(NAMES)
+    post(server, "/v1/completions", {"prompt": ["ab", "cd"], "max_tokens": 0, "echo": True}, trace_id)
+    found = next(span for span in collector.trace(trace_id) if span.server).attributes
+    assert [name for name in found if name.startswith("gen_ai.request.")] == ["gen_ai.request.model"]
+    assert found["sglang_jax.prompts"] == 2
 
 
 def test_only_the_first_completions_have_spans(server: EchoServer, collector: Collector) -> None:
@@ -287,6 +330,30 @@ def test_a_stream_that_fails_later_has_its_error(collector: Collector) -> None:
     assert request.attributes["error.type"] == "engine_dead"
 
 
+def test_headers_that_are_repeated(server: EchoServer, collector: Collector) -> None:
+    """Members of several `tracestate` count (W3C Trace Context, section 3.3.1); several `traceparent` are not
+    a parent."""
+    trace_id, other = next(NAMES), next(NAMES)
+    for sent in (
+        [("traceparent", headers(trace_id)["traceparent"]), ("tracestate", "a=1"), ("tracestate", "b=2")],
+        [("traceparent", headers(other)["traceparent"]), ("traceparent", headers(next(NAMES))["traceparent"])],
+    ):
+        response = server.http.post("/v1/completions", json=BODIES["/v1/completions"], headers=sent)
+    assert collector.trace(trace_id)[0].state == "a=1,b=2"
+    assert answered(collector, response.json()["id"]).parent_id == ""
+
+
+def test_an_answer_that_its_client_does_not_wait_for(slow: EchoServer, collector: Collector) -> None:
+    seen = len(collector.spans)
+    with slow.send("/v1/completions", {"prompt": "a" * 1000, "max_tokens": 1000}):
+        wait_for(lambda: slow.running() == 1)
+    wait_for(lambda: any(span.server for span in collector.spans[seen:]))
+    [request] = [span for span in collector.spans[seen:] if span.server]
+    assert request.failed
+    assert request.attributes["error.type"] == "cancelled"
+    assert request.attributes["http.response.status_code"] == 499
+
+
 def test_a_stream_that_its_client_cuts_off(slow: EchoServer, collector: Collector) -> None:
     trace_id = next(NAMES)
     body = {"prompt": "a" * 1000, "max_tokens": 1000, "stream": True}
@@ -337,6 +404,19 @@ def test_a_retraction_is_an_event(collector: Collector) -> None:
         assert name == "retracted"
         assert span.name == "decode"
         assert span.start <= moment <= span.end
+
+
+def test_a_retraction_that_is_heard_of_late_is_within_its_span(collector: Collector) -> None:
+    writer = OtlpSpans(collector.url)
+    trace_id = next(NAMES)
+    span = writer.start("chat", headers(trace_id), 0, {})
+    trace = RequestTrace(span, "one", 0, 0)
+    prompt = trace.prompt(GenerateInput(prompt=[1], sampling=SamplingParams()))
+    prompt.completions[0] = CompletionTrace(1.0, row=2.0, first=3.0, last=4.0, end=6.0, retracted=[5.0])
+    trace.release()
+    writer.close()
+    decode = next(one for one in collector.trace(trace_id) if one.name == "decode")
+    assert decode.events == [("retracted", decode.end)]
 
 
 def test_lines_of_a_batch_are_traced(collector: Collector, tmp_path: Path) -> None:
@@ -418,6 +498,13 @@ def test_variables_of_the_sdk_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert span.resource["service.name"] == "my-service"
     assert span.resource["deployment.environment.name"] == "test"
     assert collector.paths == ["/v1/traces"]
+
+
+@pytest.mark.parametrize("value", ["-1", "100"])  # fewer than a batch, whose default is 512
+def test_variables_that_the_sdk_refuses_are_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", value)
+    with pytest.raises(ConfigError, match=r"OTEL_BSP_MAX_QUEUE_SIZE.*max_queue_size"):
+        OtlpSpans("http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

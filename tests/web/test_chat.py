@@ -269,3 +269,93 @@ def test_a_reply_and_its_code_can_be_copied(echo: EchoServer, page: Page, allowe
         if allowed:
             copied = page.driver.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
             assert copied.strip() == expected
+
+
+def rendered(page: Page, text: str, selector: str) -> dict[str, Any]:
+    """What the page makes of a reply: its text, and how many elements match."""
+    script = """
+        const [text, selector, done] = arguments;
+        import('/ui/markdown.js').then(({ markdown }) => {
+          const made = markdown(text);
+          done({text: made.textContent, count: made.querySelectorAll(selector).length});
+        }).catch(error => done({text: String(error)}))
+    """
+    return dict(page.driver.execute_async_script(script, text, selector))
+
+
+def test_no_reply_is_too_deep(echo: EchoServer, page: Page) -> None:
+    page.open(echo.url)
+    for text, selector in (
+        (">" * 50_000 + " end", "blockquote"),
+        ("\n".join("  " * depth + "- end" for depth in range(400)), "ul"),
+    ):
+        made = rendered(page, text, selector)
+        assert made["text"].endswith("end")
+        assert made["count"] == 17
+
+
+@pytest.mark.parametrize("text", ["|\n" + " " * 300_000 + "end", ("a " + "`" * 19_990 + "end\n\n") * 100])
+def test_a_loop_of_the_model_does_not_hang_the_page(echo: EchoServer, page: Page, text: str) -> None:
+    """The driver's limit for a script is 30 s."""
+    page.open(echo.url)
+    assert rendered(page, text, "p")["text"].endswith("end")
+
+
+def test_code_in_a_line_starts_no_block(echo: EchoServer, page: Page) -> None:
+    page.open(echo.url)
+    made = rendered(page, "```print(1)``` prints 1.\n\nMore", "pre")
+    assert made == {"text": "print(1) prints 1.More", "count": 0}
+
+
+def answer_with(page: Page, path: str, status: int, body: str) -> None:
+    """From now on, the page gets this answer of a path."""
+    page.script(
+        "const real = fetch, [path, status, body] = arguments;"
+        "window.fetch = (url, options) => String(url).endsWith(path)"
+        " ? Promise.resolve(new Response(body, {status})) : real(url, options)",
+        path,
+        status,
+        body,
+    )
+
+
+def event_of(delta: dict[str, Any], finish: str | None = None) -> str:
+    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': finish}]})}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "problem"),
+    [
+        (502, '{"error": "Bad Gateway"}', "the server answered with status 502"),
+        (
+            200,
+            event_of({"content": "some"}) + "data: <html>\n\n",
+            "the stream is not this server's: an event is not JSON",
+        ),
+        (200, ": waits\n\n" + event_of({"content": "some"}, "stop") + "data: [DONE]\n\n", ""),
+    ],
+)
+def test_what_a_proxy_adds_does_not_stop_the_chat(
+    echo: EchoServer, page: Page, status: int, body: str, problem: str
+) -> None:
+    page.open(echo.url)
+    answer_with(page, "/v1/chat/completions", status, body)
+    page.ask("Hello")
+    assert page.text(".turn [role=alert]") == problem
+    assert page.text(REPLY) == ("some" if status == 200 else "")
+
+
+def test_arguments_are_shown_as_the_model_wrote_them(echo: EchoServer, page: Page) -> None:
+    page.open(echo.url)
+    for arguments, shown in (
+        ('{"id": 12345678901234567890}', '{"id": 12345678901234567890}'),
+        ('{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
+        ('{"a": "<img src=x onerror=alert(1)>"}', '{\n  "a": "<img src=x onerror=alert(1)>"\n}'),
+    ):
+        call = {"index": 0, "id": "c", "type": "function", "function": {"name": "<b>f</b>", "arguments": arguments}}
+        answer_with(
+            page, "/v1/chat/completions", 200, event_of({"tool_calls": [call]}, "tool_calls") + "data: [DONE]\n\n"
+        )
+        page.ask("Hello")
+        assert page.text(".call pre") == shown
+        assert "<b>f</b>" in page.text(".call h4")

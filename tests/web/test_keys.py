@@ -47,6 +47,16 @@ def test_nothing_is_shown_without_the_key(page: Page) -> None:
         assert page.script("return JSON.stringify(sessionStorage)") == "{}"
 
 
+def test_a_key_that_no_header_can_carry_is_refused(page: Page) -> None:
+    with serve_echo(api_key=KEY) as server:
+        page.open(server.url)
+        page.find("key").send_keys("\u043a\u043b\u044e\u0447", Keys.ENTER)
+        assert page.until(lambda: page.text("#key-error")) == "The server does not know this key."
+        assert not page.shown("trouble")
+        page.find("key").send_keys(KEY, Keys.ENTER)
+        page.until(lambda: page.shown("chat"))
+
+
 def test_a_key_that_is_no_longer_accepted_locks_the_page(page: Page) -> None:
     with serve_echo(api_key=KEY) as server:
         page.open(server.url)

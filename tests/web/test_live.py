@@ -219,6 +219,27 @@ def test_programs_that_compile_are_shown(echo: EchoServer, page: Page, monkeypat
     assert "of 12 seen" in page.text(".tile.busy")
 
 
+def test_no_rate_is_negative_after_a_replica_restarted(echo: EchoServer, page: Page) -> None:
+    """Its output tokens count from 0 again, while those of prompts have grown by more elsewhere."""
+    page.open(echo.url)
+    answered: dict[str, Any] = echo.http.get("/ui/state").json()
+    page.script(
+        "const real = fetch, told = arguments[0]; let polls = 0;"
+        "window.fetch = (url, options) => {"
+        "  if (!String(url).endsWith('/ui/state')) return real(url, options);"
+        "  polls += 1; told.seconds += 1;"
+        "  told.replicas[0].prompt_tokens = 100 * polls;"
+        "  told.replicas[0].generation_tokens = polls < 3 ? 5000 + polls : polls;"
+        "  document.body.dataset.polls = polls;"
+        "  return Promise.resolve(new Response(JSON.stringify(told)));"
+        "}",
+        answered,
+    )
+    page.find("tab-live").click()
+    page.until(lambda: int(page.script("return document.body.dataset.polls ?? 0")) >= 5)
+    assert tiles(page)["Output"] == "1tokens/s"
+
+
 @pytest.mark.parametrize("part", [0.5, 0.95, 0.99])
 def test_percentiles_are_those_of_the_values(echo: EchoServer, page: Page, part: float) -> None:
     """Values that are spread evenly over each bucket, against numpy's percentile of them."""

@@ -4,6 +4,9 @@
 const ROOT = new URL("..", import.meta.url);
 const STORED = `key of ${ROOT.pathname}`;
 
+/** What a header can carry. No server has another key. */
+const SENDABLE = /^[^\0\r\n\u0100-\uffff]*$/;
+
 let key = sessionStorage.getItem(STORED) ?? "";
 
 /** An answer with an error: `status` is 0 if there was none at all. */
@@ -33,6 +36,7 @@ export function setKey(value) {
  * @returns {Promise<Response>} an answer with status 200; throws `ApiError`
  */
 async function send(path, { body, signal } = {}) {
+  if (!SENDABLE.test(key)) throw new ApiError("no header can carry this key", 401);
   const headers = { Accept: "application/json" };
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -55,18 +59,27 @@ async function send(path, { body, signal } = {}) {
   return answer;
 }
 
+/** The error of an answer. A proxy's may be a page, or JSON of another shape. */
 function errorOf(text, status) {
+  const error = jsonOf(text)?.error;
+  if (typeof error?.message === "string") return new ApiError(error.message, status, error.code);
+  return new ApiError(`the server answered with status ${status}`, status);
+}
+
+/** @returns {any} undefined for what is not JSON */
+function jsonOf(text) {
   try {
-    const { message, code } = JSON.parse(text).error;
-    return new ApiError(message, status, code);
+    return JSON.parse(text);
   } catch {
-    return new ApiError(`the server answered with status ${status}`, status);
+    return undefined;
   }
 }
 
 /** @returns {Promise<any>} the answer's JSON */
 export async function ask(path, options = {}) {
-  return (await send(path, options)).json();
+  const told = jsonOf(await (await send(path, options)).text());
+  if (told === undefined) throw new ApiError("the answer is not this server's: it is not JSON", 0);
+  return told;
 }
 
 /**
@@ -88,9 +101,11 @@ export async function* stream(path, body, signal) {
     const events = (rest + piece.value).split("\n\n");
     rest = events.pop() ?? "";
     for (const event of events) {
+      if (event.startsWith(":")) continue; // a comment, which some proxies send
       const data = event.replace(/^data: ?/, "");
       if (data === "[DONE]") return;
-      const told = JSON.parse(data);
+      const told = jsonOf(data);
+      if (told === undefined) throw new ApiError("the stream is not this server's: an event is not JSON", 0);
       if (told.error) throw new ApiError(told.error.message, 200, told.error.code);
       yield told;
     }

@@ -117,7 +117,8 @@ export class Live {
       },
     };
     const last = this.#samples[this.#samples.length - 1];
-    const restarted = last !== undefined && (counters.prompt < last.counters.prompt || state.seconds < last.seconds);
+    const fell = Object.keys(counters).some((name) => counters[name] < last?.counters[name]);
+    const restarted = fell || state.seconds < last?.seconds;
     if (restarted) this.#samples = [];
     const recent = this.#since(state.seconds - RATE_SECONDS);
     const rate = (name) => recent ? (counters[name] - recent.counters[name]) / (state.seconds - recent.seconds) : 0;

@@ -8,15 +8,20 @@ import { copyButton, make } from "./dom.js";
 /** Longer runs of text are shown as they are: patterns would take too long. */
 const MAX_INLINE = 20_000;
 
-const FENCE = /^\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
+/** Quotes and lists in one another; deeper ones are shown as they are. */
+const MAX_DEPTH = 16;
+
+/** After backticks, another backtick in the line means code within a text. */
+const FENCE = /^\s{0,3}(`{3,}(?![^`]*`)|~{3,})\s*([\w+#.-]*)/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const RULE = /^\s{0,3}([-*_])(\s*\1){2,}\s*$/;
 const QUOTE = /^\s{0,3}> ?(.*)$/;
-const TABLE_RULE = /^\s*\|?(\s*:?-+:?\s*\|)+\s*(:?-+:?)?\s*$/;
+/** Of a line without spaces around it, which would be tried in too many ways. */
+const TABLE_RULE = /^\|?(\s*:?-+:?\s*\|)+\s*(:?-+:?)?$/;
 const INLINE = new RegExp(
   [
-    "(?<ticks>`+)(?<code>[^`]+)\\k<ticks>(?!`)",
+    "(?<!`)(?<ticks>`+)(?<code>[^`]+)\\k<ticks>(?!`)",
     "\\*\\*(?<bold>[^\\s*](?:[^*]*[^\\s*])?)\\*\\*",
     "(?<![\\w*])\\*(?<italic>[^\\s*](?:[^*]*[^\\s*])?)\\*(?![\\w*])",
     "!?\\[(?<label>[^\\[\\]]*)\\]\\((?<target>[^\\s()]+)\\)",
@@ -33,8 +38,12 @@ export function markdown(text) {
   return blocks(text.split("\n"));
 }
 
-function blocks(lines) {
+function blocks(lines, depth = 0) {
   const found = document.createDocumentFragment();
+  if (depth > MAX_DEPTH) {
+    found.append(make("p", {}, lines.join("\n")));
+    return found;
+  }
   for (let at = 0; at < lines.length;) {
     const line = lines[at];
     let end = at + 1;
@@ -54,11 +63,11 @@ function blocks(lines) {
       found.append(make("hr"));
     } else if (QUOTE.test(line)) {
       while (end < lines.length && QUOTE.test(lines[end])) end += 1;
-      found.append(make("blockquote", {}, blocks(lines.slice(at, end).map((one) => QUOTE.exec(one)[1]))));
+      found.append(make("blockquote", {}, blocks(lines.slice(at, end).map((one) => QUOTE.exec(one)[1]), depth + 1)));
     } else if (ITEM.test(line)) {
       while (end < lines.length && isOfList(lines, end)) end += 1;
-      found.append(list(lines.slice(at, end)));
-    } else if (line.includes("|") && TABLE_RULE.test(lines[at + 1] ?? "")) {
+      found.append(list(lines.slice(at, end), depth));
+    } else if (line.includes("|") && TABLE_RULE.test((lines[at + 1] ?? "").trim())) {
       while (end < lines.length && lines[end].includes("|")) end += 1;
       found.append(table(lines.slice(at, end)));
     } else {
@@ -81,13 +90,13 @@ function isOfList(lines, at) {
   return ITEM.test(next) || /^\s{2,}\S/.test(next);
 }
 
-function list(lines) {
+function list(lines, depth) {
   const [, indent, mark] = ITEM.exec(lines[0]);
   const ordered = /\d/.test(mark);
   const made = make(ordered ? "ol" : "ul", ordered ? { start: parseInt(mark, 10) } : {});
   let inner = [];
   const finish = () => {
-    if (inner.length) made.append(item(inner));
+    if (inner.length) made.append(item(inner, depth));
   };
   for (const line of lines) {
     const found = ITEM.exec(line);
@@ -103,11 +112,11 @@ function list(lines) {
 }
 
 /** @param {string[]} lines the first without its mark */
-function item(lines) {
+function item(lines, depth) {
   const [first, ...rest] = lines;
-  const depth = Math.min(...rest.filter((one) => one.trim()).map((one) => one.search(/\S/)), 8);
-  const deeper = rest.map((one) => one.slice(Math.min(depth, one.length)));
-  return make("li", {}, ...inline(first), ...(deeper.length ? [blocks(deeper)] : []));
+  const indent = rest.reduce((least, one) => (one.trim() ? Math.min(least, one.search(/\S/)) : least), 8);
+  const deeper = rest.map((one) => one.slice(indent));
+  return make("li", {}, ...inline(first), ...(deeper.length ? [blocks(deeper, depth + 1)] : []));
 }
 
 function table(lines) {

@@ -177,10 +177,12 @@ function callCard(call) {
   );
 }
 
-/** Arguments are incomplete JSON while they arrive. */
+/** Arguments are incomplete JSON while they arrive. Those that JavaScript would change, such as long numbers, stay. */
 function indented(text) {
+  const bare = (json) => json.replace(/\s+/g, "");
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    const shown = JSON.stringify(JSON.parse(text), null, 2);
+    return bare(shown) === bare(text) ? shown : text;
   } catch {
     return text;
   }
