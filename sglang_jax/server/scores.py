@@ -77,6 +77,11 @@ class Pairs:
     second: Sequence[str]
     instruct: str = DEFAULT_INSTRUCTION
 
+    @property
+    def size(self) -> int:
+        """Characters of all texts."""
+        return sum(map(len, (*self.first, *self.second)))
+
     @classmethod
     def of(cls, body: ScoreBody) -> Pairs:
         """Raises `ParameterError` for texts that do not pair."""
@@ -164,7 +169,8 @@ async def _fits(call: PooledCall, pairs: Pairs) -> list[float]:
             f"scores of pairs need a model with one label; this one has {len(pooler.labels)}: use /classify",
             param="model",
         )
-    both = [first + second for first, second in zip(pairs.first, pairs.second, strict=True)]
+    encode = call.context.client.tokenizer.encode_pair
+    both = await call.prepare(lambda: list(map(encode, pairs.first, pairs.second)), pairs.size, len(pairs.first))
     return [float(probabilities(each, pooler.activation)[0]) for each in await call.run(both)]
 
 
@@ -181,8 +187,7 @@ async def _cosines(call: PooledCall, pairs: Pairs, pooler: Pooler) -> list[float
 async def _answers_yes(call: PooledCall, pairs: Pairs) -> list[float]:
     tokenizer = call.context.client.tokenizer
     labels = TokenScores(tuple(_token_of(tokenizer, word) for word in _ANSWERS))
-    size = sum(map(len, (*pairs.first, *pairs.second)))
-    prompts = await call.context.render(partial(_prompts, tokenizer, pairs), size=size, request_id=call.id)
+    prompts = await call.prepare(partial(_prompts, tokenizer, pairs), pairs.size, len(pairs.first))
     found = await call.run(prompts, labels)
     return [float(probabilities(each, Activation.SOFTMAX)[1]) for each in found]
 

@@ -137,15 +137,16 @@ def test_ranking_by_a_classifier(ranking: tuple[EchoServer, Path]) -> None:
     server, folder = ranking
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    query, documents = "th", ["e quick fox", *TEXTS[1:]]  # "the" is a token, but not of a pair
     with torch.no_grad():
         expected = [
-            float(model(torch.tensor([tokenizer(TEXTS[0] + text).input_ids])).logits.sigmoid()) for text in TEXTS
+            float(model(torch.tensor([tokenizer(query, text).input_ids])).logits.sigmoid()) for text in documents
         ]
-    answer = post(server, "/rerank", query=TEXTS[0], documents=TEXTS, return_documents=False)
+    answer = post(server, "/rerank", query=query, documents=documents, return_documents=False)
     assert all("document" not in each for each in answer["results"])
     found = {each["index"]: each["relevance_score"] for each in answer["results"]}
     np.testing.assert_allclose([found[place] for place in range(3)], expected, atol=1e-4)
-    (classified,) = post(server, "/classify", input=TEXTS[0] + TEXTS[1])["data"]
+    (classified,) = post(server, "/classify", input=tokenizer(query, documents[1]).input_ids)["data"]
     assert (classified["label"], classified["num_classes"]) == ("fits", 1)
     np.testing.assert_allclose(classified["probs"], expected[1:2], atol=1e-4)
     assert "no vectors" in error(server, "/v1/embeddings", input="a")[1]
