@@ -85,6 +85,7 @@ class Pairs:
     @classmethod
     def of(cls, body: ScoreBody) -> Pairs:
         """Raises `ParameterError` for texts that do not pair."""
+        _refuse_mixed(body)
         first = [body.query] if body.query is not None else as_list(body.text_1)
         second = as_list(body.items if body.query is not None else body.text_2)
         if not first or not second or not all((*first, *second)):
@@ -98,6 +99,17 @@ class Pairs:
                 param="text_1",
             )
         return cls(first * (len(second) // len(first)), second)
+
+
+def _refuse_mixed(body: ScoreBody) -> None:
+    """Raises `ParameterError` for fields that the score of a pair would ignore."""
+    texts, items = (body.text_1, body.text_2) != (None, None), (body.query, body.items) != (None, None)
+    if texts and items:
+        raise ParameterError("give text_1 and text_2, or query and items, not some of both", param="query")
+    if body.item_first:
+        raise ParameterError("item_first needs label_token_ids", param="item_first")
+    if body.apply_softmax:
+        raise ParameterError("apply_softmax needs label_token_ids", param="apply_softmax")
 
 
 async def _pairs(call: PooledCall, body: ScoreBody) -> Response:

@@ -131,6 +131,10 @@ def test_ranking_by_vectors(embedding: EchoServer, generating: Path) -> None:
     assert scored["scores"] == [each["score"] for each in scored["data"]]
     assert error(embedding, "/v1/score", text_1=TEXTS[:2], text_2=TEXTS)[0] == "text_1"
     assert error(embedding, "/v1/rerank", query="a", documents=["b"], top_n=0)[0] == "top_n"
+    assert error(embedding, "/v1/score", query="a", items=["b"], text_2=["c"])[0] == "query"
+    assert error(embedding, "/v1/score", text_1="a", text_2="b", items=["c"])[0] == "query"
+    assert error(embedding, "/v1/score", query="a", items=["b"], item_first=True)[0] == "item_first"
+    assert error(embedding, "/v1/score", query="a", items=["b"], apply_softmax=True)[0] == "apply_softmax"
 
 
 def test_ranking_by_a_classifier(ranking: tuple[EchoServer, Path]) -> None:
