@@ -7,6 +7,7 @@ config.json, or by the metadata of a GGUF file; labels by the class and its `id2
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -19,7 +20,10 @@ from sglang_jax.checkpoint.gguf_file import GgufFile
 from sglang_jax.config import PoolingType, Task
 from sglang_jax.errors import CheckpointError, ConfigError, quote
 
+logger = logging.getLogger(__name__)
+
 _MODULES = "modules.json"
+_SETTINGS = "config_sentence_transformers.json"
 _FOLDER = re.compile(r"(?!\.)[\w.-]{1,100}(/(?!\.)[\w.-]{1,100})?", re.ASCII)
 _MAX_BYTES = 1 << 20
 _MAX_LABELS = 65536
@@ -64,6 +68,8 @@ def pooler_of_folder(folder: Path, task: Task, pooling: PoolingType, *, causal: 
                     f"{CLASSIFIER}; {folder / 'config.json'} has {quote(fields.value('architectures'))}"
                 )
             return _classifier(folder, fields, pooling)
+    for what in _added_to_texts(folder):
+        logger.warning("%s: sentence-transformers adds %s to each text. Here it is part of the request.", folder, what)
     found = stored or Pooler(pooling=Pooling.LAST if causal else Pooling.MEAN)
     return found if pooling is PoolingType.AUTO else Pooler(pooling=Pooling(pooling.value), normalised=found.normalised)
 
@@ -136,10 +142,24 @@ def _activation(folder: Path, fields: JsonFields, labels: int) -> Activation:
             return Activation.SIGMOID if labels == 1 else Activation.SOFTMAX
 
 
+def _added_to_texts(folder: Path) -> Iterator[str]:
+    """What sentence-transformers adds to texts by itself, by the files of releases 3 and later."""
+    settings, transformer = folder / _SETTINGS, folder / "sentence_bert_config.json"
+    if settings.is_file():
+        fields = JsonFields.read(settings)
+        name, prompts = fields.string("default_prompt_name"), fields.nested("prompts")
+        prompt = None if name is None or prompts is None else prompts.string(name)
+        if prompt:
+            yield f"the prompt {quote(prompt)}"
+    modalities = JsonFields.read(transformer).nested("modality_config") if transformer.is_file() else None
+    if modalities is not None and modalities.nested("message") is not None:
+        yield "its chat template"
+
+
 def _stored_activations(folder: Path, fields: JsonFields) -> Iterator[tuple[Path, str, str | None]]:
     """Where releases 5 and later, 4, and up to 3 of sentence-transformers keep the activation of a cross-encoder: file,
     field, value. The first that is there counts."""
-    file = folder / "config_sentence_transformers.json"
+    file = folder / _SETTINGS
     if file.is_file():
         yield file, "activation_fn", JsonFields.read(file).string("activation_fn")
     own = fields.nested("sentence_transformers")

@@ -155,15 +155,29 @@ class Tokenizer:
         """Returns token ids. Special tokens in the text are recognised, except those that `render_chat` marked as spelt
         by a message. Raises `ParameterError` for text with a lone surrogate, and `RequestError` if the tokenizer
         fails."""
+        return self._encoded((text,), lambda: self._encode(text, add_special_tokens))
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """See `TextTokenizer.encode_pair`."""
+
+        def encode() -> list[int]:
+            [encoding] = self._backend.encode_batch_fast([(first, second)])
+            ids: list[int] = encoding.ids
+            return ids
+
+        return self._encoded((first, second), encode)
+
+    def _encoded(self, texts: Sequence[str], encode: Callable[[], list[int]]) -> list[int]:
+        for text in texts:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise ParameterError(
+                    f"text contains the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}",
+                    param="text",
+                ) from error
         try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ParameterError(
-                f"text contains the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}",
-                param="text",
-            ) from error
-        try:
-            return self._encode(text, add_special_tokens)
+            return encode()
         except BaseException as error:
             if not _is_panic(error):
                 raise

@@ -300,6 +300,11 @@ class TextTokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Returns the token ids of two texts as one input, with the special tokens of this tokenizer's pairs. Raises as
+        `encode`."""
+        ...
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def stream_decoder(

@@ -67,6 +67,12 @@ class PooledCall:
         ]
         return await self.context.collect(self.id, inputs, self._take, {**ENGINE_NAMES, "prompt": self.field})
 
+    async def prepare(self, work: Callable[[], list[list[int]]], size: int, texts: int) -> list[list[int]]:
+        """Returns the result of `work`, which tokenizes `texts` prompts of `size` characters, in a thread. Raises
+        `ParameterError` for too many texts."""
+        self.context.check_texts(texts, self.field)
+        return await self.context.render(work, size=size, request_id=self.id)
+
     def _take(self, outputs: list[list[OutputDelta]]) -> Found:
         found: Found = []
         for number, (output,) in enumerate(outputs):

@@ -77,9 +77,15 @@ class Pairs:
     second: Sequence[str]
     instruct: str = DEFAULT_INSTRUCTION
 
+    @property
+    def size(self) -> int:
+        """Characters of all texts."""
+        return sum(map(len, (*self.first, *self.second)))
+
     @classmethod
     def of(cls, body: ScoreBody) -> Pairs:
         """Raises `ParameterError` for texts that do not pair."""
+        _refuse_mixed(body)
         first = [body.query] if body.query is not None else as_list(body.text_1)
         second = as_list(body.items if body.query is not None else body.text_2)
         if not first or not second or not all((*first, *second)):
@@ -93,6 +99,17 @@ class Pairs:
                 param="text_1",
             )
         return cls(first * (len(second) // len(first)), second)
+
+
+def _refuse_mixed(body: ScoreBody) -> None:
+    """Raises `ParameterError` for fields that the score of a pair would ignore."""
+    texts, items = (body.text_1, body.text_2) != (None, None), (body.query, body.items) != (None, None)
+    if texts and items:
+        raise ParameterError("give text_1 and text_2, or query and items, not some of both", param="query")
+    if body.item_first:
+        raise ParameterError("item_first needs label_token_ids", param="item_first")
+    if body.apply_softmax:
+        raise ParameterError("apply_softmax needs label_token_ids", param="apply_softmax")
 
 
 async def _pairs(call: PooledCall, body: ScoreBody) -> Response:
@@ -164,7 +181,8 @@ async def _fits(call: PooledCall, pairs: Pairs) -> list[float]:
             f"scores of pairs need a model with one label; this one has {len(pooler.labels)}: use /classify",
             param="model",
         )
-    both = [first + second for first, second in zip(pairs.first, pairs.second, strict=True)]
+    encode = call.context.client.tokenizer.encode_pair
+    both = await call.prepare(lambda: list(map(encode, pairs.first, pairs.second)), pairs.size, len(pairs.first))
     return [float(probabilities(each, pooler.activation)[0]) for each in await call.run(both)]
 
 
@@ -181,8 +199,7 @@ async def _cosines(call: PooledCall, pairs: Pairs, pooler: Pooler) -> list[float
 async def _answers_yes(call: PooledCall, pairs: Pairs) -> list[float]:
     tokenizer = call.context.client.tokenizer
     labels = TokenScores(tuple(_token_of(tokenizer, word) for word in _ANSWERS))
-    size = sum(map(len, (*pairs.first, *pairs.second)))
-    prompts = await call.context.render(partial(_prompts, tokenizer, pairs), size=size, request_id=call.id)
+    prompts = await call.prepare(partial(_prompts, tokenizer, pairs), pairs.size, len(pairs.first))
     found = await call.run(prompts, labels)
     return [float(probabilities(each, Activation.SOFTMAX)[1]) for each in found]
 

@@ -87,3 +87,24 @@ def test_other_poolings_are_refused(mode: object, tmp_path: Path) -> None:
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": mode}))
     with pytest.raises(CheckpointError, match="supported: one of cls, mean, lasttoken, last"):
         _pooler(tmp_path, "Qwen3Model", {}, modules=_modules("1_Pooling"))
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {"config_sentence_transformers": {"prompts": {"query": "Q: "}, "default_prompt_name": "query"}},
+            "prompt 'Q: '",
+        ),
+        ({"sentence_bert_config": {"modality_config": {"text": {}, "message": {}}}}, "its chat template"),
+        ({"config_sentence_transformers": {"prompts": {"query": "Q: "}, "default_prompt_name": None}}, None),
+        ({"sentence_bert_config": {"modality_config": {"text": {}}}}, None),
+    ],
+)
+def test_a_warning_names_what_sentence_transformers_adds_to_texts(
+    files: dict[str, object], expected: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pooler(tmp_path, "Qwen3Model", {}, **files)
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == (expected is not None)
+    assert expected is None or expected in found[0]

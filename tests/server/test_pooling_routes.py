@@ -145,21 +145,26 @@ def test_ranking_by_vectors(embedding: EchoServer, generating: Path) -> None:
     assert scored["scores"] == [each["score"] for each in scored["data"]]
     assert error(embedding, "/v1/score", text_1=TEXTS[:2], text_2=TEXTS)[0] == "text_1"
     assert error(embedding, "/v1/rerank", query="a", documents=["b"], top_n=0)[0] == "top_n"
+    assert error(embedding, "/v1/score", query="a", items=["b"], text_2=["c"])[0] == "query"
+    assert error(embedding, "/v1/score", text_1="a", text_2="b", items=["c"])[0] == "query"
+    assert error(embedding, "/v1/score", query="a", items=["b"], item_first=True)[0] == "item_first"
+    assert error(embedding, "/v1/score", query="a", items=["b"], apply_softmax=True)[0] == "apply_softmax"
 
 
 def test_ranking_by_a_classifier(ranking: tuple[EchoServer, Path]) -> None:
     server, folder = ranking
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    query, documents = "th", ["e quick fox", *TEXTS[1:]]  # "the" is a token, but not of a pair
     with torch.no_grad():
         expected = [
-            float(model(torch.tensor([tokenizer(TEXTS[0] + text).input_ids])).logits.sigmoid()) for text in TEXTS
+            float(model(torch.tensor([tokenizer(query, text).input_ids])).logits.sigmoid()) for text in documents
         ]
-    answer = post(server, "/rerank", query=TEXTS[0], documents=TEXTS, return_documents=False)
+    answer = post(server, "/rerank", query=query, documents=documents, return_documents=False)
     assert all("document" not in each for each in answer["results"])
     found = {each["index"]: each["relevance_score"] for each in answer["results"]}
     np.testing.assert_allclose([found[place] for place in range(3)], expected, atol=1e-4)
-    (classified,) = post(server, "/classify", input=TEXTS[0] + TEXTS[1])["data"]
+    (classified,) = post(server, "/classify", input=tokenizer(query, documents[1]).input_ids)["data"]
     assert (classified["label"], classified["num_classes"]) == ("fits", 1)
     np.testing.assert_allclose(classified["probs"], expected[1:2], atol=1e-4)
     assert "no vectors" in error(server, "/v1/embeddings", input="a")[1]
