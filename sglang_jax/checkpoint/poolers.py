@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MODULES = "modules.json"
 _SETTINGS = "config_sentence_transformers.json"
+_TRANSFORMER = "sentence_bert_config.json"
 _FOLDER = re.compile(r"(?!\.)[\w.-]{1,100}(/(?!\.)[\w.-]{1,100})?", re.ASCII)
 _MAX_BYTES = 1 << 20
 _MAX_LABELS = 65536
@@ -88,6 +89,13 @@ def pooler_of_gguf(file: GgufFile, task: Task, pooling: PoolingType) -> Pooler |
     return Pooler(pooling=_OF_GGUF.get(stored, Pooling.LAST) if pooling is PoolingType.AUTO else Pooling(pooling.value))
 
 
+def pooler_files(folder: Path) -> list[str]:
+    """Names of the files of a folder that, with config.json, say how vectors and scores are made."""
+    poolings = sorted(file.relative_to(folder).as_posix() for file in folder.glob("*_Pooling/config.json"))
+    names = (_MODULES, _SETTINGS, _TRANSFORMER, *poolings)
+    return [name for name in names if (folder / name).is_file()]
+
+
 def bare_names(names: Collection[str]) -> dict[str, str]:
     """Tensors of a checkpoint of a decoder without its head, which may lack the prefix `model.`: names in a checkpoint
     with a head → names in this one."""
@@ -144,7 +152,7 @@ def _activation(folder: Path, fields: JsonFields, labels: int) -> Activation:
 
 def _added_to_texts(folder: Path) -> Iterator[str]:
     """What sentence-transformers adds to texts by itself, by the files of releases 3 and later."""
-    settings, transformer = folder / _SETTINGS, folder / "sentence_bert_config.json"
+    settings, transformer = folder / _SETTINGS, folder / _TRANSFORMER
     if settings.is_file():
         fields = JsonFields.read(settings)
         name, prompts = fields.string("default_prompt_name"), fields.nested("prompts")

@@ -18,6 +18,7 @@ from sglang_jax.architectures.tensor_names import ParameterKind
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_hf_config, model_config_to_hf
 from sglang_jax.checkpoint.orbax_marker import kv_scales_to_json
+from sglang_jax.checkpoint.poolers import pooler_files
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.quantized_folder import QuantizedTensors, write_quantized_folder
 from sglang_jax.checkpoint.tokenizer import load_tokenizer
@@ -142,8 +143,11 @@ def _write_config(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def _write_beside_weights(checkpoint: Checkpoint, folder: Path) -> None:
-    """Writes tokenizer and generation config."""
+    """Writes tokenizer, generation config, and the files that say how vectors and scores are made."""
     load_tokenizer(checkpoint.tokenizer_source).save(folder)
+    for name in pooler_files(checkpoint.source.path):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(checkpoint.source.path / name, folder / name)
     generation_config = checkpoint.source.path / GENERATION_CONFIG_FILE
     if generation_config.is_file():
         shutil.copy(generation_config, folder)

@@ -52,9 +52,9 @@ def save_orbax(
     kv_scales: Mapping[str, Any] | None = None,
     encodings: Mapping[ParameterName, Encoding] | None = None,
 ) -> None:
-    """Writes a model's weights to `folder`, which may exist, and copies `files` there. `kv_scales`: the checkpoint's
-    (see `kv_scales_to_json`); `encodings`: of matrices in 8 bits. Raises `CheckpointError` if the folder has Orbax
-    weights."""
+    """Writes a model's weights to `folder`, which may exist, and copies `files`, also folders, there. `kv_scales`: the
+    checkpoint's (see `kv_scales_to_json`); `encodings`: of matrices in 8 bits. Raises `CheckpointError` if the folder
+    has Orbax weights."""
     folder = folder.absolute()
     weights = folder / _WEIGHTS
     if weights.exists():
@@ -63,7 +63,8 @@ def save_orbax(
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(weights, {each.path: each.parameter.get_value() for each in _stored(model, config)})
     for file in files:
-        shutil.copyfile(file, folder / file.name)
+        copy = shutil.copytree if file.is_dir() else shutil.copyfile
+        copy(file, folder / file.name)
     # The marker is last, so a folder with it is complete.
     marker: dict[str, Any] = {"format_version": ENCODED_VERSION if encodings else FORMAT_VERSION}
     if encodings:

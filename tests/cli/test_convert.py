@@ -134,6 +134,19 @@ def test_a_stored_head_is_kept_although_the_config_ties_it(tmp_path: Path) -> No
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
+@pytest.mark.parametrize("options", [("--to", "orbax"), ("--quantize", "int8")])
+def test_how_vectors_are_made_is_kept(options: tuple[str, str], tmp_path: Path) -> None:
+    source = make_tiny_checkpoint(tmp_path / "source")
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1_Pooling"}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    assert run(convert, "convert", [str(source), "--output", str(tmp_path / "converted"), *options]) == 0
+    pooler = open_checkpoint(str(tmp_path / "converted")).config.pooler
+    assert pooler is not None
+    assert pooler == open_checkpoint(str(source)).config.pooler
+
+
 def test_scales_of_keys_and_values_are_kept(original: Path, tmp_path: Path) -> None:
     given = np.random.default_rng(0).uniform(1e-9, 1e3, (2, 2, 2)).astype(np.float32)
     scheme = {"type": "int", "num_bits": 8, "symmetric": True, "dynamic": False}
