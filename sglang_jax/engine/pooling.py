@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.architectures.pooling import Activation, Pooler
 from sglang_jax.engine.types import GenerateOutput, ModelInfo, OutputDelta
-from sglang_jax.errors import AbortedError, ParameterError
+from sglang_jax.errors import AbortedError, ParameterError, quote
 from sglang_jax.sampling.params import SamplingParams
 
 NO_SAMPLES = SamplingParams(temperature=0.0, max_new_tokens=0)
@@ -39,10 +39,13 @@ def classifier(info: ModelInfo) -> Pooler:
 
 def check_dimensions(dimensions: int | None, info: ModelInfo) -> None:
     """Raises `ParameterError` for a length that a model's vectors do not have."""
-    if dimensions is not None and not 1 <= dimensions <= info.pooled_width:
+    if dimensions is None:
+        return
+    is_number = isinstance(dimensions, int) and not isinstance(dimensions, bool)
+    if not is_number or not 1 <= dimensions <= info.pooled_width:
         raise ParameterError(
             f"dimensions must be between 1 and {info.pooled_width}, the numbers of this model's vectors, got "
-            f"{dimensions}",
+            f"{quote(dimensions)}",
             param="dimensions",
         )
 

@@ -94,6 +94,8 @@ def test_vectors(name: str, backend: str, tmp_path: Path) -> None:
         assert engine.embed([]).shape == (0, 64)
         with pytest.raises(ParameterError, match="dimensions must be between 1 and 64"):
             engine.embed(TEXTS[0], dimensions=65)
+        with pytest.raises(ParameterError, match="got 'three'"):
+            engine.embed(TEXTS[0], dimensions="three")  # type: ignore[arg-type]
         with pytest.raises(ParameterError, match="generates none"):
             engine.generate(TEXTS[0])
         with pytest.raises(ParameterError, match="no scores of labels"):
