@@ -70,13 +70,14 @@ def test_warm_up_reports_each_program_and_builds_none_twice() -> None:
         "set occurrences",
         "page deltas",
         "sample 2 rows",
+        "scores 2 rows",
         "running decode 2",
         "running sample 2 rows",
         "running mixed 16 tokens, 2 rows",
     }
-    assert [(done, total) for done, total, _ in seen] == [(done, 10) for done in range(11)]
+    assert [(done, total) for done, total, _ in seen] == [(done, 11) for done in range(12)]
     runner.warm_up(lambda done, total, what: None)
-    assert runner.report().compiled_programs == 7
+    assert runner.report().compiled_programs == 8
     assert runner.report().compiles_after_warm_up == 0
     runner.close()
 

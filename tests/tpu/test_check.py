@@ -163,7 +163,7 @@ def compiled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_a_model_on_one_chip(compiled: dict[str, Answer]) -> None:
     answer = compiled["one chip"]
     assert answer.status == 0, answer.text + answer.error
-    assert answer.verdict.startswith("FITS: 7 of 7 programs compiled")
+    assert answer.verdict.startswith("FITS: 8 of 8 programs compiled")
     deployment, programs = answer.figures["deployment"], answer.figures["programs"]
     assert [program["name"] for program in programs] == list(deployment["programs"])
     assert {"decode 2", "mixed 16 tokens, 2 rows", "sample 2 rows"} < set(deployment["programs"])
