@@ -88,10 +88,11 @@ SIZES: dict[str, Strategy] = {
     "least_gain": st.sampled_from([1, 1, 8]),
     "gain_over_loss": st.sampled_from([0, 0, 1, 8]),
     "track": st.sampled_from([0, 1, 8]),
-    "pooling": st.none(),
-    "whole": st.just(False),
 }
 """The choices of a schedule before it starts: arguments of `Simulation.start`."""
+
+POOLINGS: dict[str, Strategy] = {"pooling": st.sampled_from(Pooling), "whole": st.booleans()}
+"""Further choices of `PoolingSimulation`."""
 
 
 class Simulation(RuleBasedStateMachine):
@@ -128,8 +129,8 @@ class Simulation(RuleBasedStateMachine):
         least_gain: int,
         gain_over_loss: int,
         track: int,
-        pooling: Pooling | None,
-        whole: bool,
+        pooling: Pooling | None = None,
+        whole: bool = False,
     ) -> None:
         options = {
             "schedule_policy": policy,
@@ -485,7 +486,7 @@ class Simulation(RuleBasedStateMachine):
 
 
 class PoolingSimulation(Simulation):
-    """Engines whose requests all want vectors, and others, some of whose requests want scores of tokens."""
+    """Engines whose requests all want vectors, with `POOLINGS`; without, some requests want scores of tokens."""
 
     @precondition(lambda self: self.bench.pooling is None)
     @rule(
