@@ -147,7 +147,9 @@ def malformed_requests(description: dict[str, Any], count: int, seed: int = 0) -
                     "Content-Type": draw.choice(("text/plain", "", "application/json; charset=utf-16", "a/b;c="))
                 }
             case 4:
-                method, path = draw.choice((*paths, ("PUT", path), ("DELETE", path), ("GET", path), ("OPTIONS", "*")))
+                method, path = draw.choice(
+                    (draw.choice(paths), ("PUT", path), ("DELETE", path), ("GET", path), ("OPTIONS", "*"))
+                )
             case 5:
                 path += draw.choice(("/", "?a=%00&a=%ff", "%2f..", "/../health", "#", ";a", "%"))
             case 6:

@@ -103,11 +103,6 @@ class RunnerSpec:
     whole_prompts: bool = False
 
     def __post_init__(self) -> None:
-        if self.whole_prompts and (self.pooling is None or self.token_budget < self.max_context):
-            raise ValueError(
-                f"prompts of {self.max_context} tokens are computed whole, in steps of {self.token_budget} tokens by a "
-                f"runner with pooling {self.pooling}"
-            )
         if len({pool.name for pool in self.pools}) < len(self.pools):
             raise ValueError(f"pools named {', '.join(pool.name for pool in self.pools)}: names must differ")
 

@@ -99,6 +99,10 @@ class Planner:
         self._max_drafts = spec.max_drafts
         self._pooling = spec.pooling
         self._whole_prompts = spec.whole_prompts
+        if spec.whole_prompts and spec.token_budget < spec.max_context:
+            raise ValueError(
+                f"prompts of up to {spec.max_context} tokens are computed whole, in steps of {spec.token_budget} tokens"
+            )
         self._drafting = drafting or FixedDrafts()
         self._most_queries = None if spec.drafts_with_prompts else spec.max_rows
         self._budget = budget
