@@ -26,7 +26,7 @@ from sglang_jax.checkpoint import ParameterReader
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.cli.main import run
 from sglang_jax.cli.serve import serve
-from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment
+from sglang_jax.config import Dtype, LoadFormat, ServerConfig, Task, TpuEnvironment
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.remote_replicas import read_addresses
 from tpu.choices import WHOLE_EXPERTS, Choices, choose, weight_bytes
@@ -270,7 +270,7 @@ def model_tp_and_replicas(monkeypatch: pytest.MonkeyPatch, *options: str) -> tup
     opened: list[str] = []
     asked: list[dict[str, int]] = []
 
-    def open_one(model: str, load_format: LoadFormat) -> OpenedConfig:
+    def open_one(model: str, load_format: LoadFormat, task: Task) -> OpenedConfig:
         opened.append(model)
         return OpenedConfig(small_config())
 
@@ -325,7 +325,7 @@ def test_a_file_of_options_is_planned_for(monkeypatch: pytest.MonkeyPatch, tmp_p
     given = ["--config", str(file)]
     assert model_tp_and_replicas(monkeypatch, *given) == ("some/model", 1, 4)
     assert model_tp_and_replicas(monkeypatch, *given, "other/model", "--dp", "2") == ("other/model", 1, 2)
-    monkeypatch.setattr(tpu.launch, "open_checkpoint", lambda model, load_format: OpenedConfig(small_config()))
+    monkeypatch.setattr(tpu.launch, "open_checkpoint", lambda model, load_format, task: OpenedConfig(small_config()))
     command = dry_run(monkeypatch, V6E_16, *given)
     config = config_of(monkeypatch, command[command.index("python") + 3 :])
     assert (config.page_size, config.port, config.dp_size, config.mem_fraction_static) == (128, 31000, 1, 0.9)
