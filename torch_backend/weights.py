@@ -249,7 +249,8 @@ def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
     if isinstance(model.head, Head):
         heads = [linear.matrix for linear in model.head.linears]
     tables = [each.matrix for each in model.embeddings]
-    whole = [*(table for table in tables if table not in heads), model.final_norm, *heads]
+    added = [] if model.added is None else [model.added]
+    whole = [*(table for table in tables if table not in heads), *added, model.final_norm, *heads]
     modules: list[tuple[int | None, nn.Module]] = [(None, module) for module in whole]
     for count, layer in enumerate(model.decoder_layers):
         modules += [(count, module) for module in layer.modules()]

@@ -12,9 +12,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.kinds.part import HIDDEN, Axes, Declared, Factors, FusedHeads, Sizes, linear, norm_weight
+from sglang_jax.architectures.kinds.part import (
+    HIDDEN,
+    Axes,
+    Declared,
+    Factors,
+    FusedHeads,
+    Sizes,
+    linear,
+    norm_parameters,
+)
 from sglang_jax.architectures.kinds.sections import Sections
-from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
+from sglang_jax.architectures.model_config import LayerConfig, LearntPositions, ModelConfig
 from sglang_jax.architectures.pooling import Pooler
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import (
@@ -150,7 +159,7 @@ class ParameterSpec:
     @property
     def is_scale(self) -> bool:
         """Whether it multiplies activations elementwise, like the weight of a norm: 1 in an untrained model."""
-        return self.name.part in _SCALES
+        return self.name.part in _SCALES and self.name.kind is ParameterKind.WEIGHT
 
 
 class Manifest:
@@ -239,10 +248,11 @@ _VOCABULARY = (Axis.VOCABULARY,)
 
 def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
     table = ((_VOCABULARY, HIDDEN), ((config.vocab_size,), (config.hidden_size,)))
-    yield from _named(config, [Declared(Part.EMBEDDING, ParameterKind.WEIGHT, *table)], None)
+    added = _learnt_positions(config.learnt_positions, config.hidden_size)
+    yield from _named(config, [Declared(Part.EMBEDDING, ParameterKind.WEIGHT, *table), *added], None)
     for number, layer in enumerate(config.layers):
         yield from _named(config, list(_layer(layer, config.hidden_size)), number)
-    yield from _named(config, [norm_weight(Part.FINAL_NORM, config.hidden_size, config.final_norm.offset)], None)
+    yield from _named(config, list(norm_parameters(Part.FINAL_NORM, config.hidden_size, config.final_norm)), None)
     if config.pooler is not None:
         yield from _labels(config.pooler, config.hidden_size)
         return
@@ -255,6 +265,16 @@ def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
             gguf=gguf_name(names[Part.EMBEDDING], ParameterKind.WEIGHT, None),
         )
     yield head
+
+
+def _learnt_positions(learnt: LearntPositions | None, hidden: int) -> Iterator[Declared]:
+    if learnt is None:
+        return
+    tables = [(Part.POSITION_EMBEDDING, Axis.POSITIONS, learnt.rows)]
+    if learnt.token_types:
+        tables.append((Part.TYPE_EMBEDDING, Axis.TOKEN_TYPES, learnt.token_types))
+    for part, axis, rows in tables:
+        yield Declared(part, ParameterKind.WEIGHT, ((axis,), HIDDEN), ((rows,), (hidden,)))
 
 
 def _labels(pooler: Pooler, hidden_size: int) -> Iterator[ParameterSpec]:
@@ -277,7 +297,7 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
         if parameter.part in OF_EXPERTS:
             yield _of_experts(parameter, name, names, layer)
             continue
-        tensor = hf_name(name, parameter.kind, layer)
+        tensor = hf_name(name, parameter.kind, config.num_layers - 1 if name.in_last_layer else layer)
         if parameter.stored_as is None:
             starts[parameter.part, parameter.kind] = rows.get(tensor, 0)
         first = starts[parameter.stored_as or parameter.part, parameter.kind]
@@ -333,7 +353,7 @@ def _layer(layer: LayerConfig, hidden: int) -> Iterator[Declared]:
     )
     for part, norm in norms:
         if norm is not None:
-            yield norm_weight(part, hidden, norm.offset)
+            yield from norm_parameters(part, hidden, norm)
     for part_of_layer in layer.parts:
         yield from part_of_layer.parameters(hidden)
     if layer.learnt_scale:

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
-from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, UngatedConfig
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import CachedArray, LayerPart
@@ -35,7 +35,7 @@ class ParallelMixer:
 Mixer = AnyAttention | RecurrentConfig | ParallelMixer
 """The part of a layer that mixes tokens."""
 
-FeedForward = FeedForwardConfig | SquaredReluConfig | ExpertsConfig
+FeedForward = FeedForwardConfig | UngatedConfig | ExpertsConfig
 """The part of a layer that transforms each token separately."""
 
 
@@ -136,12 +136,26 @@ def _describe_parts(layer: LayerConfig) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearntPositions:
+    """What is added to each token's embedding: the row of its position in a table, and row 0 of another table.
+
+    - `rows`: of the table of positions. `first`: the row of position 0.
+    - `token_types`: rows of the other table, which tells the texts of a pair apart; 0 without it.
+    """
+
+    rows: int
+    first: int = 0
+    token_types: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder-only model, or an encoder with the layers of one.
 
     - `architecture`: the name of its family (see `architectures.registry`), which defines the names of tensors.
     - `embedding_multiplier`: multiplies embeddings; it is rounded to their dtype. `logit_multiplier`: multiplies
       logits, before `logit_cap` makes them `logit_cap * tanh(logit / logit_cap)`.
+    - `learnt_positions`: see there; None if embeddings do not depend on positions.
     - `eos_token_ids`: those of config.json and of generation_config.json.
     - `shortened`: why contexts are shorter than the checkpoint's; empty if they are not.
     - `mtp_layers`: multi-token-prediction layers after the last layer. A checkpoint may have their tensors, which are
@@ -167,6 +181,7 @@ class ModelConfig:
     mtp_layers: int = 0
     shortened: str = ""
     pooler: Pooler | None = None
+    learnt_positions: LearntPositions | None = None
     causal: bool = True
     dtype: str = "bfloat16"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from sglang_jax.architectures import families
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.tensor_names import LLAMA_NAMES, TensorNames
+from sglang_jax.architectures.tensor_names import LLAMA_NAMES, TensorNames, with_model_prefix
 from sglang_jax.errors import CheckpointError
 
 
@@ -68,6 +68,8 @@ class Family:
       missing, mistyped or unsupported fields.
     - `multimodal`: checkpoints for text and images, of which the text model is served; None without.
     - `to_hf`: writes the fields of config.json for a model; None if unsupported.
+    - `without_head`: for the tensors of a checkpoint without a head, or whose head is not used: the names that `names`
+      defines → names in the checkpoint.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Family:
     gguf: GgufForm | None = None
     multimodal: Multimodal | None = None
     to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None
+    without_head: Callable[[Collection[str]], dict[str, str]] = with_model_prefix
 
 
 @cache

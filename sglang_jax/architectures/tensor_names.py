@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,6 +11,8 @@ class Part(StrEnum):
     """The role of a parameter in the model, independent of its name in a checkpoint."""
 
     EMBEDDING = "embedding"
+    POSITION_EMBEDDING = "position_embedding"
+    TYPE_EMBEDDING = "type_embedding"
     FINAL_NORM = "final_norm"
     HEAD = "head"
     LABELS = "labels"
@@ -101,6 +103,9 @@ class TensorName:
       have one tensor for all experts, which is not shared, transposed or alternating.
     - `also`: another Hugging Face name that the tensor may have.
     - `as_row`: in Hugging Face folders, a vector of n numbers is `[1, n]`.
+    - `after_first`: the tensor of layer n is under the number n - 1. That of the first layer has this Hugging Face
+      name, without a layer.
+    - `in_last_layer`: the tensor, of the whole model, is under the number of the last layer.
     """
 
     hf: str
@@ -110,6 +115,8 @@ class TensorName:
     stacked: tuple[Stacked, ...] = ()
     also: str | None = None
     as_row: bool = False
+    after_first: str | None = None
+    in_last_layer: bool = False
 
 
 TensorNames = Mapping[Part, TensorName]
@@ -118,7 +125,10 @@ in which the layer declares them."""
 
 OF_EXPERTS = frozenset({Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN})
 
-WHOLE_MODEL = frozenset({Part.EMBEDDING, Part.FINAL_NORM, Part.HEAD, Part.LABELS})
+TABLES = frozenset({Part.EMBEDDING, Part.POSITION_EMBEDDING, Part.TYPE_EMBEDDING})
+"""Matrices of which rows are looked up."""
+
+WHOLE_MODEL = TABLES | {Part.FINAL_NORM, Part.HEAD, Part.LABELS}
 
 LABELS_NAME = TensorName("score", "cls.output")
 """The name of a classifier's matrix in all families of decoders."""
@@ -209,9 +219,20 @@ POST_NORM_NAMES: TensorNames = {
 """Names of families that normalise outputs of attention and feed-forward parts, not inputs."""
 
 
+def with_model_prefix(names: Collection[str]) -> dict[str, str]:
+    """Tensors of a decoder without its head, whose names may lack the prefix `model.`: names in a checkpoint with a
+    head → names in this one."""
+    if any(name.startswith("model.") for name in names):
+        return {name: name for name in names}
+    whole = (f"{LABELS_NAME.hf}.", "lm_head.")
+    return {name if name.startswith(whole) else f"model.{name}": name for name in names}
+
+
 def hf_name(name: TensorName, kind: ParameterKind, layer: int | None) -> str:
     """The complete name in a Hugging Face folder. `layer`: None for a tensor of the whole model."""
     stem = name.hf if layer is None else f"{name.layers}.{layer}.{name.hf}"
+    if name.after_first is not None and layer is not None:
+        stem = f"{name.layers}.{layer - 1}.{name.hf}" if layer else name.after_first
     return stem if name.bare else f"{stem}.{kind}"
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.kinds.feed_forward import Activation
+from sglang_jax.architectures.kinds.feed_forward import Activation, UngatedActivation
 from sglang_jax.architectures.registry import known_families, supported_classes
 from sglang_jax.errors import CheckpointError, cut
 
@@ -147,7 +147,6 @@ _MEANINGS = {
     "num_mel_bins": "audio",
     "audio_config": "audio",
     "vision_config": "images",
-    "type_vocab_size": "an encoder",
     "index_topk": "sparse attention",
     "norm_epsilon": "an unsupported kind of norm",
     "layer_norm_epsilon": "an unsupported kind of norm",
@@ -157,7 +156,7 @@ _MEANINGS = {
 """Meanings of some fields, for error texts."""
 
 _ACTIVATIONS = {
-    "hidden_act": frozenset(Activation) | {"relu2"},
+    "hidden_act": frozenset(Activation) | frozenset(UngatedActivation),
     "hidden_activation": frozenset(Activation),
     "mlp_hidden_act": frozenset({"relu2"}),
 }

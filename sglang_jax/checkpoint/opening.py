@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.pooling import Pooler
+from sglang_jax.architectures.registry import family_named
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.end_tokens import end_token_ids
 from sglang_jax.checkpoint.gguf_config import gguf_generation_defaults, gguf_model_config
@@ -25,7 +26,7 @@ from sglang_jax.checkpoint.hf_config import (
 )
 from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
 from sglang_jax.checkpoint.parameters import ParameterReader
-from sglang_jax.checkpoint.poolers import bare_names, pooler_of_folder, pooler_of_gguf
+from sglang_jax.checkpoint.poolers import pooler_of_folder, pooler_of_gguf
 from sglang_jax.checkpoint.quantized_reader import QuantizedReader
 from sglang_jax.checkpoint.reader import TensorReader, TensorsInMemory
 from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
@@ -175,7 +176,7 @@ def _open(
         if has_text_part(source.path):
             files = files.renamed(text_names(files.names()))
         if config.pooler is not None:
-            files = files.renamed(bare_names(files.names()))
+            files = files.renamed(family_named(config.architecture).without_head(files.names()))
         reader = files if quantization is None else _quantized(files, quantization, config)
         config = as_tied_in_file(config, reader)
     check_tensors(reader, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_jax.architectures.files import read_file
@@ -94,15 +94,6 @@ def pooler_files(folder: Path) -> list[str]:
     poolings = sorted(file.relative_to(folder).as_posix() for file in folder.glob("*_Pooling/config.json"))
     names = (_MODULES, _SETTINGS, _TRANSFORMER, *poolings)
     return [name for name in names if (folder / name).is_file()]
-
-
-def bare_names(names: Collection[str]) -> dict[str, str]:
-    """Tensors of a checkpoint of a decoder without its head, which may lack the prefix `model.`: names in a checkpoint
-    with a head → names in this one."""
-    if any(name.startswith("model.") for name in names):
-        return {name: name for name in names}
-    whole = ("score.", "lm_head.")
-    return {name if name.startswith(whole) else f"model.{name}": name for name in names}
 
 
 def _task_of(kind: str | None, stored: Pooler | None) -> Task:

@@ -1,4 +1,4 @@
-"""How a vocabulary spells bytes: GPT-2's byte alphabet, or sentencepiece's `▁` and `<0xNN>`."""
+"""How a vocabulary spells bytes: GPT-2's byte alphabet, sentencepiece's `▁` and `<0xNN>`, or WordPiece's `##`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}
 @dataclass(frozen=True, slots=True)
 class TokenSpelling:
     """How tokens spell bytes. `byte_level`: in GPT-2's alphabet (Radford et al. 2019), one character per byte;
-    otherwise as in sentencepiece, and `leading_spaces_stripped` spaces are removed from the start of a decoded text."""
+    otherwise as in sentencepiece, or, with `continuing`, as in WordPiece (Wu et al. 2016): a token without this prefix
+    begins a word. `leading_spaces_stripped` spaces are removed from the start of a decoded text."""
 
     byte_level: bool
     leading_spaces_stripped: int = 0
+    continuing: str | None = None
 
     def bytes_of(self, token: str) -> bytes:
+        if self.continuing is not None:
+            begins = not token.startswith(self.continuing)
+            return (f" {token}" if begins else token.removeprefix(self.continuing)).encode("utf-8")
         if self.byte_level:
             alphabet = byte_alphabet()
             if all(character in alphabet for character in token):
@@ -79,12 +84,17 @@ def spelling_of_steps(decoder: dict[str, Any] | None, source: str) -> TokenSpell
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return TokenSpelling(byte_level=True)
+    if kinds == ["WordPiece"]:
+        return TokenSpelling(byte_level=False, leading_spaces_stripped=1, continuing=steps[0]["prefix"])
+    if kinds == ["Metaspace"] and steps[0]["replacement"] == SENTENCEPIECE_SPACE:
+        stripped = int(steps[0].get("prepend_scheme", "always") != "never")
+        return TokenSpelling(byte_level=False, leading_spaces_stripped=stripped)
     if steps and set(kinds) <= _SENTENCEPIECE_STEPS:
         stripped = sum(step["start"] for step in steps if step["type"] == "Strip" and step["content"] == " ")
         return TokenSpelling(byte_level=False, leading_spaces_stripped=stripped)
     raise CheckpointError(
-        f"the tokenizer of {source} decodes by {kinds or 'nothing'}; supported: ByteLevel, or sentencepiece's "
-        f"{', '.join(sorted(_SENTENCEPIECE_STEPS))}"
+        f"the tokenizer of {source} decodes by {kinds or 'nothing'}; supported: ByteLevel, WordPiece, "
+        f"Metaspace, or sentencepiece's {', '.join(sorted(_SENTENCEPIECE_STEPS))}"
     )
 
 

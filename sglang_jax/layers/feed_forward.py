@@ -1,4 +1,4 @@
-"""Feed-forward layers: gated ones, and one with a squared nonlinearity."""
+"""Feed-forward layers, with and without a gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.feed_forward import (
+    Activation,
+    FeedForwardConfig,
+    UngatedActivation,
+    UngatedConfig,
+)
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.linear import Linear
@@ -19,6 +24,13 @@ from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     Activation.SILU: jax.nn.silu,
     Activation.GELU_TANH: partial(jax.nn.gelu, approximate=True),
+}
+
+_UNGATED: dict[UngatedActivation, Callable[[jax.Array], jax.Array]] = {
+    UngatedActivation.SQUARED_RELU: lambda x: jnp.square(jax.nn.relu(x)),
+    UngatedActivation.RELU: jax.nn.relu,
+    UngatedActivation.GELU: partial(jax.nn.gelu, approximate=False),
+    UngatedActivation.GELU_TANH: partial(jax.nn.gelu, approximate=True),
 }
 
 
@@ -43,17 +55,20 @@ class FeedForward(nnx.Module):
         return self.down(activated * up, of_outputs=True)
 
 
-class SquaredRelu(nnx.Module):
-    """See `SquaredReluConfig`."""
+class Ungated(nnx.Module):
+    """See `UngatedConfig`."""
 
-    def __init__(self, config: SquaredReluConfig, options: PartOptions) -> None:
+    def __init__(self, config: UngatedConfig, options: PartOptions) -> None:
         hidden, inner = [(Axis.HIDDEN, options.hidden_size)], [(Axis.INTERMEDIATE, config.size)]
         self.up = Linear(hidden, inner, (Part.UP,), options, bias=config.bias)
         self.down = Linear(inner, hidden, (Part.DOWN,), options, bias=config.bias)
-        self.tile_rows = options.implementation.tile_rows
+        self.activation, self.tile_rows = config.activation, options.implementation.tile_rows
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         return in_tiles(self._outputs, x, self.tile_rows), memory
 
     def _outputs(self, x: jax.Array) -> jax.Array:
-        return self.down(jnp.square(jax.nn.relu(self.up(x))), of_outputs=True)
+        up = self.up(x)
+        if self.activation is not UngatedActivation.SQUARED_RELU:
+            up = up.astype(jnp.float32)
+        return self.down(_UNGATED[self.activation](up).astype(x.dtype), of_outputs=True)

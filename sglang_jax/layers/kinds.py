@@ -7,13 +7,13 @@ from typing import Any
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
-from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, UngatedConfig
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from sglang_jax.errors import ConfigError
 from sglang_jax.layers.attention import Attention
 from sglang_jax.layers.experts import Experts
-from sglang_jax.layers.feed_forward import FeedForward, SquaredRelu
+from sglang_jax.layers.feed_forward import FeedForward, Ungated
 from sglang_jax.layers.latent_attention import LatentAttention
 from sglang_jax.layers.part import LayerPart, PartOptions
 from sglang_jax.layers.recurrent import GatedDeltaNet, Mamba2, ShortConv
@@ -25,7 +25,7 @@ CLASSES: Mapping[type, Callable[[Any, PartOptions], LayerPart]] = {
     GatedDeltaNetConfig: GatedDeltaNet,
     Mamba2Config: Mamba2,
     FeedForwardConfig: FeedForward,
-    SquaredReluConfig: SquaredRelu,
+    UngatedConfig: Ungated,
     ExpertsConfig: Experts,
 }
 

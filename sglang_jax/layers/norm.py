@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.kinds.norm import NormConfig, NormKind
-from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.layers.parameter import Sizes, parameter
 
 
@@ -22,14 +22,18 @@ class Norm(nnx.Module):
     def __init__(self, sizes: Sizes, config: NormConfig, dtype: jnp.dtype, part: Part | None) -> None:
         dtype = jnp.dtype(jnp.float32) if config.weight_in_float32 else dtype
         self.scale = None if part is None else parameter(sizes, dtype, part)
+        has_bias = part is not None and config.bias
+        self.bias = parameter(sizes, dtype, part, kind=ParameterKind.BIAS) if has_bias else None
         self.shape, self.dtype = tuple(size for _, size in sizes), dtype
         self.kind = config.kind
         self.epsilon = config.eps
         self.weight_in_float32 = config.weight_in_float32
+        self.replaces_sum = config.replaces_sum
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.weight
-        return self.scaled_by(scale, x, axes=tuple(range(-scale.ndim, 0)))
+        found = self.scaled_by(scale, x, axes=tuple(range(-scale.ndim, 0)))
+        return found if self.bias is None else (found + self.bias[...]).astype(x.dtype)
 
     @property
     def weight(self) -> jax.Array:
@@ -45,6 +49,7 @@ class Norm(nnx.Module):
         return (scale * wide).astype(x.dtype) if self.weight_in_float32 else scale * wide.astype(x.dtype)
 
     def add(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Adds x to the residual stream. Returns the normalised sum, and the sum."""
+        """Adds x to the residual stream. Returns the normalised sum, and the stream: see `NormConfig`."""
         total = x + residual
-        return self(total), total
+        normed = self(total)
+        return normed, normed if self.replaces_sum else total

@@ -34,6 +34,8 @@ MESH_AXIS: dict[Axis, tuple[str, ...]] = {
     Axis.EXPERTS: ("expert",),
     Axis.EXPERT_INTERMEDIATE: ("tensor",),
     Axis.ROUTED: (),
+    Axis.POSITIONS: (),
+    Axis.TOKEN_TYPES: (),
     Axis.LABELS: (),
     Axis.PAGES: (),
     Axis.PAGE_OFFSET: (),

@@ -11,7 +11,7 @@ from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.rope import RopeConfig
-from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
+from sglang_jax.architectures.model_config import LearntPositions, ModelConfig, group_of_layers, num_paged_groups
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
@@ -68,6 +68,24 @@ class Embedding(nnx.Module):
         return rows[:, : self.width]
 
 
+class AddedEmbeddings(nnx.Module):
+    """See `LearntPositions`."""
+
+    def __init__(self, config: LearntPositions, hidden_size: int, dtype: jnp.dtype) -> None:
+        hidden = (Axis.HIDDEN, hidden_size)
+        self.first = config.first
+        self.positions = parameter([(Axis.POSITIONS, config.rows), hidden], dtype, Part.POSITION_EMBEDDING)
+        types = (Axis.TOKEN_TYPES, config.token_types)
+        self.types = parameter([types, hidden], dtype, Part.TYPE_EMBEDDING) if config.token_types else None
+
+    def __call__(self, embedded: jax.Array, positions: jax.Array) -> jax.Array:
+        """Embeddings `[T, hidden]` of tokens, at int32 `[T]` positions below the longest context → `[T, hidden]`."""
+        rows = self.positions[...].at[positions + self.first].get(mode="promise_in_bounds")
+        if self.types is not None:
+            embedded = embedded + self.types[...][0]
+        return embedded + rows
+
+
 @partial(jax.jit, static_argnums=0)
 def _run_layer(
     graph: nnx.GraphDef[DecoderLayer],
@@ -115,6 +133,8 @@ class Transformer(nnx.Module):
             num_shards=num_shards,
         )
         self.embedding = Embedding(config.vocab_size, options)
+        learnt = config.learnt_positions
+        self.added = None if learnt is None else AddedEmbeddings(learnt, config.hidden_size, dtype)
         self.shards = None if num_shards is None else Shards(num_shards, attention)
         self.layers = nnx.List([DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers)])
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
@@ -185,7 +205,7 @@ class Transformer(nnx.Module):
 
     def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:
         """Hidden states `[T, hidden]` after the final norm, and the layers' memory after the step."""
-        residual = self._embed(batch.tokens)
+        residual = self._embed(batch)
         x = jnp.zeros_like(residual)
         rotary = self._rotary_tables(batch.positions)
         written = list(kv_caches)
@@ -205,11 +225,13 @@ class Transformer(nnx.Module):
         hidden = in_tiles(lambda both: self.final_norm.add(*both)[0], (x, residual), self.attention.tile_rows)
         return hidden, tuple(written)
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
-        embedded = self.embedding(tokens)
+    def _embed(self, batch: ForwardBatch) -> jax.Array:
+        embedded = self.embedding(batch.tokens)
         dtype = embedded.dtype
         if self.form.wide_activations:
             embedded = embedded.astype(jnp.float32)
+        if self.added is not None:
+            embedded = self.added(embedded, batch.positions)
         if self.config.embedding_multiplier == 1.0:
             return embedded
         return embedded * jnp.asarray(self.config.embedding_multiplier, dtype).astype(embedded.dtype)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
-from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.architectures.tensor_names import TABLES, Part
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.checkpoint.encoding import AnyValues, Encoding, ValueType
 from sglang_jax.checkpoint.ggml_blocks import WITH_EXACT_ACTIVATIONS, BlockType
@@ -96,9 +96,9 @@ def only_blocks(checkpoint: Checkpoint, quantization: Quantization | None = None
     """Whether kernels for integers can multiply all matrices, except routers, which are small."""
     if checkpoint.reader is None:
         return False
-    encodings, others = encodings_of(checkpoint, quantization), {Part.ROUTER, Part.SHARED_ROUTER, Part.LABELS}
-    if not checkpoint.config.tie_word_embeddings:
-        others.add(Part.EMBEDDING)
+    encodings, others = encodings_of(checkpoint, quantization), {Part.ROUTER, Part.SHARED_ROUTER, Part.LABELS, *TABLES}
+    if checkpoint.config.tie_word_embeddings:
+        others.remove(Part.EMBEDDING)
     specs = manifest_of(checkpoint.config).specs.values()
     found = [encodings(spec.name) for spec in specs if spec.is_matrix and spec.name.part not in others]
     return all(encoding is not None and _of_integers(encoding.values) for encoding in found)
@@ -177,12 +177,12 @@ def quantization_for(
 
 
 def describe_matrices(model: ModelConfig, kept: Mapping[ParameterName, str]) -> str | None:
-    """Describes and logs how many matrices of a model, without the table of embeddings, are `kept` in another dtype
+    """Describes and logs how many matrices of a model, without the tables of embeddings, are `kept` in another dtype
     than that of activations; None if none are."""
     if not kept:
         return None
-    count = sum(spec.is_matrix and spec.name.part is not Part.EMBEDDING for spec in manifest_of(model).specs.values())
-    own = sum(name.part is not Part.EMBEDDING for name in kept)
+    count = sum(spec.is_matrix and spec.name.part not in TABLES for spec in manifest_of(model).specs.values())
+    own = sum(name.part not in TABLES for name in kept)
     *others, last = sorted(set(kept.values()))
     types = f"{', '.join(others)} and {last}" if others else last
     found = f"{own} of {count} matrices in {types}"

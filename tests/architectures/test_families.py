@@ -28,6 +28,8 @@ _SHAPE = {
     "num_hidden_layers": 8,
     "num_attention_heads": 32,
 }
+_BERT = ("bert", "roberta", "xlm-roberta")
+_EPS = {"lfm2": "norm_eps", "lfm2_moe": "norm_eps", **dict.fromkeys(("cohere2", *_BERT), "layer_norm_eps")}
 _WHOLE, _LOCAL = "full_attention", "sliding_attention"
 
 
@@ -113,11 +115,13 @@ def test_missing_fields_take_transformers_defaults(family: str, tmp_path: Path) 
     first = next(number for number, layer in enumerate(config.layers) if layer.attention is not None)
     attention = config.layers[first].attention
     theirs_of_layer = theirs.per_layer_config[first]
-    assert attention.num_kv_heads == theirs_of_layer.num_key_value_heads
+    of_keys = "num_attention_heads" if family in _BERT else "num_key_value_heads"
+    assert attention.num_kv_heads == getattr(theirs_of_layer, of_keys)
     assert attention.head_dim == (getattr(theirs_of_layer, "head_dim", None) or 128)
-    assert config.max_position == theirs.max_position_embeddings
-    eps = {"cohere2": "layer_norm_eps", "lfm2": "norm_eps", "lfm2_moe": "norm_eps"}.get(family, "rms_norm_eps")
-    assert config.final_norm.eps == getattr(theirs, eps)
+    first_position = 0 if config.learnt_positions is None else config.learnt_positions.first
+    assert first_position == (2 if family in _BERT[1:] else 0)  # as in transformers' RobertaEmbeddings
+    assert config.max_position == theirs.max_position_embeddings - first_position
+    assert config.final_norm.eps == getattr(theirs, _EPS.get(family, "rms_norm_eps"))
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
     assert config.bos_token_id == theirs.bos_token_id
     ends = theirs.eos_token_id
@@ -132,7 +136,7 @@ def test_missing_fields_take_transformers_defaults(family: str, tmp_path: Path) 
     expected = [window if slides and outgrown else None for slides in sliding]
     windows = [None if layer.attention is None else layer.attention.window for layer in config.layers]
     assert windows == expected
-    if "rope_theta" in theirs.rope_parameters:
+    if "rope_theta" in getattr(theirs, "rope_parameters", {}):
         thetas = {attention.rope.theta for attention in config.attention if attention.rope is not None}
         assert thetas == {theirs.rope_parameters["rope_theta"]}
         share = theirs.rope_parameters.get("partial_rotary_factor", 1.0)

@@ -232,11 +232,33 @@ def test_a_folder_without_a_tokenizer_or_with_an_unknown_kind(tmp_path: Path) ->
     source = ModelSource(SourceKind.SAFETENSORS, tmp_path, "x")
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json; give --tokenizer-path"):
         load_tokenizer(source)
-    backend = Backend(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
-    backend.decoder = decoders.WordPiece()
+    backend = Backend(models.BPE())
+    backend.decoder = decoders.BPEDecoder()
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"decodes by \['WordPiece'\]; supported: ByteLevel, or sentencepiece"):
+    with pytest.raises(CheckpointError, match=r"decodes by \['BPEDecoder'\]; supported: ByteLevel, WordPiece"):
         load_tokenizer(source)
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "Metaspace"])
+def test_tokenizers_of_encoders(kind: str, tmp_path: Path) -> None:
+    """As BERT's and XLM-RoBERTa's, with texts that these spell as they are."""
+    words = ["un", "##break", "##able", "words", "▁un", "▁words", "break", "able", "[UNK]", "[SEP]"]
+    if kind == "WordPiece":
+        backend = Backend(models.WordPiece({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    else:
+        backend = Backend(models.Unigram([(word, -1.0) for word in words], unk_id=8))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    files = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", sep_token="[SEP]")
+    files.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(ModelSource(SourceKind.SAFETENSORS, tmp_path, "x"))
+    for text in ("unbreakable words", "un words un", ""):
+        ids = tokenizer.encode(text)
+        assert ids == files.encode(text)
+        assert tokenizer.decode(ids) == files.decode(ids) == text
+        stream = tokenizer.stream_decoder(skip_special_tokens=False)
+        assert "".join(map(stream.push, ids)) + stream.flush() == text
+    assert tokenizer.special_tokens == {"[UNK]": 8, "[SEP]": 9}
 
 
 def gguf_with(path: Path, metadata: dict[str, Any]) -> ModelSource:

@@ -10,8 +10,9 @@ import pytest
 from helpers.tiny_models import tiny_fields
 
 from sglang_jax.architectures.pooling import Activation, Pooler, Pooling
+from sglang_jax.architectures.tensor_names import with_model_prefix
 from sglang_jax.checkpoint.hf_config import load_hf_config
-from sglang_jax.checkpoint.poolers import bare_names, pooler_of_folder
+from sglang_jax.checkpoint.poolers import pooler_of_folder
 from sglang_jax.config import PoolingType, Task
 from sglang_jax.errors import CheckpointError, ConfigError
 
@@ -129,11 +130,11 @@ def test_wrong_labels_and_attention(tmp_path: Path) -> None:
 
 
 def test_names_without_a_head() -> None:
-    assert bare_names(["norm.weight", "score.weight"]) == {
+    assert with_model_prefix(["norm.weight", "score.weight"]) == {
         "model.norm.weight": "norm.weight",
         "score.weight": "score.weight",
     }
-    assert bare_names(["model.norm.weight", "lm_head.weight"]) == {
+    assert with_model_prefix(["model.norm.weight", "lm_head.weight"]) == {
         "model.norm.weight": "model.norm.weight",
         "lm_head.weight": "lm_head.weight",
     }

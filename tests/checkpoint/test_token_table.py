@@ -138,7 +138,7 @@ def test_added_tokens_with_latin_letters_are_spelled_literally(tmp_path: Path, m
 def test_a_tokenizer_of_another_kind_is_named(tmp_path: Path) -> None:
     source = byte_level_folder(tmp_path)
     stored = json.loads((tmp_path / "tokenizer.json").read_text())
-    stored["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    stored["decoder"] = {"type": "BPEDecoder", "suffix": "</w>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
-    with pytest.raises(CheckpointError, match="WordPiece"):
+    with pytest.raises(CheckpointError, match="BPEDecoder"):
         load_token_table(source)

@@ -26,7 +26,7 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
     [
         ("deepseek_v32", "DeepseekV32ForCausalLM", ["index_topk 2048 (sparse attention)"]),
         ("deepseek_v4", "DeepseekV4ForCausalLM", ["index_topk 512 (sparse attention)"]),
-        ("bert", "BertForMaskedLM", ["type_vocab_size 2 (an encoder)"]),
+        ("electra", "ElectraForMaskedLM", ["embedding_size 128"]),
         ("t5", "T5ForConditionalGeneration", ["is_encoder_decoder True (an encoder in addition to the decoder)"]),
         ("whisper", "WhisperForConditionalGeneration", ["num_mel_bins 80 (audio)", " and 12 more"]),
         ("apertus", "ApertusForCausalLM", ["hidden_act 'xielu'"]),

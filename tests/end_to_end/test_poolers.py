@@ -12,6 +12,7 @@ import torch
 import transformers
 from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_tokenizer, randomise, tiny_fields
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from sglang_jax import Engine
 from sglang_jax.architectures.pooling import Pooling
@@ -51,6 +52,22 @@ def _bare_checkpoint(folder: Path, architecture: str) -> Path:
     return folder
 
 
+def _masked_checkpoint(folder: Path, architecture: str) -> Path:
+    """An encoder with the head that it was trained with, and norms named as in the first checkpoints."""
+    config = transformers.AutoConfig.for_model(architecture, **tiny_fields(architecture))
+    model = randomise(transformers.AutoModelForMaskedLM.from_config(config).eval(), architecture)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {
+        next((name.replace(new, first) for new, first in old.items() if name.endswith(new)), name): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
+    make_tiny_tokenizer(folder)
+    return folder
+
+
 def _hidden(folder: Path, text: list[int]) -> NDArray[np.float64]:
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -71,7 +88,8 @@ CASES: dict[str, tuple[Callable[[Path, str], Path], str, Pooling, str | None]] =
     "llama, mean of raw vectors": (make_tiny_checkpoint, "llama", Pooling.MEAN, "mean"),
     "mistral without files of poolings": (_bare_checkpoint, "mistral", Pooling.LAST, None),
     "an encoder": (_bare_checkpoint, "eurobert", Pooling.MEAN, None),
-    "the first token of an encoder": (_bare_checkpoint, "eurobert", Pooling.CLS, "cls_token"),
+    "the first token of BERT": (_bare_checkpoint, "bert", Pooling.CLS, "cls_token"),
+    "RoBERTa with a head": (_masked_checkpoint, "roberta", Pooling.MEAN, "mean"),
 }
 
 

@@ -299,7 +299,7 @@ def make_tiny_checkpoint(
 
 def _scaled(name: str, noise: np.ndarray, architecture: str = "") -> np.ndarray:
     """Scales unit noise as the parameter's role requires, keeping activations near 1."""
-    if name.endswith(("norm.weight", "norm_f.weight", "layer_scalar", "mixer.D", "mamba.D")):
+    if name.endswith(("norm.weight", "Norm.weight", "norm_f.weight", "layer_scalar", "mixer.D", "mamba.D")):
         return 1.0 + 0.2 * noise
     if name.endswith(("sinks", "dt_bias", "A_log")):
         return noise

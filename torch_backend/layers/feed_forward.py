@@ -1,11 +1,15 @@
-"""Feed-forward layers: gated ones, and one with a squared ReLU."""
+"""Feed-forward layers, with and without a gate."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
+from torch.nn import functional
 
-from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, UngatedActivation, UngatedConfig
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import GatedLinear, Linear
@@ -34,20 +38,30 @@ class FeedForward(nn.Module):
         return output
 
 
-class SquaredRelu(nn.Module):
-    """See `SquaredReluConfig`."""
+_ACTIVATIONS: dict[UngatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    UngatedActivation.SQUARED_RELU: lambda x: x.relu_().square_(),
+    UngatedActivation.RELU: torch.relu_,
+    UngatedActivation.GELU: functional.gelu,
+    UngatedActivation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+}
+"""They may overwrite their input."""
 
-    def __init__(self, config: SquaredReluConfig, options: PartOptions) -> None:
+
+class Ungated(nn.Module):
+    """See `UngatedConfig`."""
+
+    def __init__(self, config: UngatedConfig, options: PartOptions) -> None:
         super().__init__()
         shard, hidden_size = options.shard, options.hidden_size
         inner = len(shard.intermediate(config.size))
         self.up = Linear(hidden_size, (inner,), (Part.UP,), options, bias=config.bias)
         self.down = Linear(inner, (hidden_size,), (Part.DOWN,), options, bias=config.bias and shard.first)
+        self._activation = _ACTIVATIONS[config.activation]
 
     @property
     def rounding(self) -> Rounding | None:
         return self.up.rounding
 
     def forward(self, x: Rows, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        output: torch.Tensor = self.down(self.up(x).relu_().square_())
+        output: torch.Tensor = self.down(self._activation(self.up(x)))
         return output

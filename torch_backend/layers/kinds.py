@@ -7,13 +7,13 @@ from typing import Any
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
-from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, UngatedConfig
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from sglang_jax.errors import ConfigError
 from torch_backend.layers.attention import Attention
 from torch_backend.layers.experts import Experts
-from torch_backend.layers.feed_forward import FeedForward, SquaredRelu
+from torch_backend.layers.feed_forward import FeedForward, Ungated
 from torch_backend.layers.latent_attention import LatentAttention
 from torch_backend.layers.part import LayerPart, PartOptions
 from torch_backend.layers.recurrent import GatedDeltaNet, Mamba2, ShortConv
@@ -25,7 +25,7 @@ CLASSES: Mapping[type, Callable[[Any, PartOptions], LayerPart]] = {
     GatedDeltaNetConfig: GatedDeltaNet,
     Mamba2Config: Mamba2,
     FeedForwardConfig: FeedForward,
-    SquaredReluConfig: SquaredRelu,
+    UngatedConfig: Ungated,
     ExpertsConfig: Experts,
 }
 

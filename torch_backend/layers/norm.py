@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from sglang_jax.architectures.kinds.norm import NormConfig, NormKind
-from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from torch_backend.layers.parameter import Loadable
 from torch_backend.operations import Operations
 from torch_backend.rounded_rows import Rounding, Rows
@@ -20,18 +21,25 @@ class Norm(Loadable):
     ) -> None:
         super().__init__()
         self.weight = self.declare("weight", (size,), torch.float32 if config.weight_in_float32 else dtype, part)
+        self.bias: nn.Parameter | None = None
+        if config.bias:
+            self.bias = self.declare("bias", (size,), self.weight.dtype, part, kind=ParameterKind.BIAS)
         self.eps = config.eps
-        self._kind = config.kind
+        self._kind, self._replaces_sum = config.kind, config.replaces_sum
         self._operations = operations
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._kind is NormKind.RMS:
             return self._operations.rms_norm(x, self.weight, self.eps)
-        return functional.layer_norm(x.float(), self.weight.shape, self.weight.float(), None, self.eps).to(x.dtype)
+        bias = None if self.bias is None else self.bias.float()
+        return functional.layer_norm(x.float(), self.weight.shape, self.weight.float(), bias, self.eps).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds `x [T, hidden]` to the residual stream, or starts one; returns the norm and the sum. May overwrite
-        both."""
+        """Adds `x [T, hidden]` to the residual stream, or starts one; returns the norm and the stream: see
+        `NormConfig`. May overwrite both arguments."""
+        if self._replaces_sum:
+            normed = self(x if residual is None else residual.add_(x))
+            return normed, normed
         if residual is None:
             return self(x), x
         if self._kind is NormKind.RMS:
@@ -50,9 +58,9 @@ class Norm(Loadable):
         self, rounding: Rounding | None, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[Rows, torch.Tensor]:
         """`add`, with the norm as the matrices that read it want it."""
-        if residual is None:
+        if residual is None and not self._replaces_sum:
             return self.rows_for(rounding, x), x
-        if rounding is None or self._kind is not NormKind.RMS:
+        if residual is None or rounding is None or self._replaces_sum or self._kind is not NormKind.RMS:
             normed, total = self.add(x, residual)
             return normed if rounding is None else rounding.round(normed), total
         return rounding.add_rms_norm(x, residual, self.weight, self.eps)

@@ -9,9 +9,10 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from sglang_jax.architectures.kinds.rope import RopeConfig
-from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
+from sglang_jax.architectures.model_config import LearntPositions, ModelConfig, group_of_layers, num_paged_groups
 from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
@@ -30,6 +31,7 @@ from torch_backend.layers.layout import Layout, PackedLayout
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix import PlainMatrix, QuantisedMatrix, table_for
 from torch_backend.layers.norm import Norm
+from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
 from torch_backend.layers.pooler import PooledHead
 from torch_backend.layers.shard import ModelShard
@@ -76,6 +78,23 @@ class Embedding(nn.Module):
         elsewhere = (rows < 0) | (rows >= self.matrix.shape[0])
         found = self.matrix.rows(rows.masked_fill(elsewhere, 0))
         return found.masked_fill(elsewhere[:, None], 0)
+
+
+class AddedEmbeddings(Loadable):
+    """See `LearntPositions`; every rank has all of it."""
+
+    def __init__(self, config: LearntPositions, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._first = config.first
+        self.positions = self.declare("positions", (config.rows, hidden_size), dtype, Part.POSITION_EMBEDDING)
+        self.types: nn.Parameter | None = None
+        if config.token_types:
+            self.types = self.declare("types", (config.token_types, hidden_size), dtype, Part.TYPE_EMBEDDING)
+
+    def forward(self, embedded: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Embeddings `[T, hidden]` of tokens, at int32 `[T]` positions below the longest context → `[T, hidden]`."""
+        rows = functional.embedding(positions + self._first, self.positions)
+        return embedded + rows if self.types is None else embedded + self.types[0] + rows
 
 
 class Head(nn.Module):
@@ -141,6 +160,8 @@ class Transformer(nn.Module):
         )
         self.embeddings = tuple(Embedding(shard, options) for shard in self.shards)
         self.embeddings_of_shards = nn.ModuleList(self.embeddings)
+        learnt = config.learnt_positions
+        self.added = None if learnt is None else AddedEmbeddings(learnt, config.hidden_size, dtype)
         self.decoder_layers = tuple(DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers))
         self.layers = nn.ModuleList(self.decoder_layers)
         self.final_norm = Norm(
@@ -198,6 +219,8 @@ class Transformer(nn.Module):
         rotations = [tables(batch.positions) for tables in self._rotary]
         found = [embedding(batch.tokens) for embedding in self.embeddings]
         x = self._parallel.all_reduce(torch.stack(found) if self._in_shards else found[0])
+        if self.added is not None:
+            x = self.added(x, batch.positions)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         if self.recordings is not None and batch.decode_only and batches and len(x) <= self.recordings.max_rows:

@@ -9,7 +9,7 @@ from sglang_jax.architectures.deepseek_experts_form import ExpertDefaults, read_
 from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
-from sglang_jax.architectures.kinds.feed_forward import SquaredReluConfig
+from sglang_jax.architectures.kinds.feed_forward import UngatedConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names
@@ -135,11 +135,11 @@ def _attention(fields: JsonFields) -> AttentionConfig:
     return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, rope=None)
 
 
-def _feed_forward(fields: JsonFields) -> SquaredReluConfig:
+def _feed_forward(fields: JsonFields) -> UngatedConfig:
     if (activation := fields.string("mlp_hidden_act") or "relu2") != "relu2":
         raise CheckpointError(f"{fields.file}: mlp_hidden_act {activation!r} is not supported; supported: relu2")
     bias = is_set(fields, "mlp_bias", default=False)
-    return SquaredReluConfig(size=fields.required_integer("intermediate_size"), bias=bias)
+    return UngatedConfig(size=fields.required_integer("intermediate_size"), bias=bias)
 
 
 def _experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:

@@ -56,7 +56,7 @@ class ExpertsConfig:
     - `router_bias`, `bias`: whether the router, and the experts, have biases.
     - `shared_size`: columns of the shared expert; 0 without one. `shared_gate`: its output is multiplied by the sigmoid
       of a projection of the input.
-    - `squared_relu`: experts and the shared expert are as in `SquaredReluConfig`, without gates.
+    - `squared_relu`: experts and the shared expert are as in `UngatedConfig` with `relu2`.
     - `latent`: width of the experts' inputs and outputs, to which the layer's input is projected, and from which its
       output is; 0 if they are as wide as the residual stream. The router and the shared expert use the input itself.
     """

@@ -22,6 +22,16 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_pytorch_tanh"
 
 
+class UngatedActivation(StrEnum):
+    """The nonlinearity of a feed-forward layer without a gate, named as in `hidden_act` of HF configs."""
+
+    SQUARED_RELU = "relu2"
+    """The square of `relu` (So et al. 2021, "Primer")."""
+    RELU = "relu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForwardConfig:
     """`down(activation(gate(x)) * up(x))` (Shazeer 2020). `gate_multiplier` multiplies `gate(x)`, and
@@ -49,10 +59,11 @@ class FeedForwardConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SquaredReluConfig:
-    """`down(relu(up(x)) ** 2)` (So et al. 2021, "Primer")."""
+class UngatedConfig:
+    """`down(activation(up(x)))`, without a gate (Vaswani et al. 2017)."""
 
     size: int
+    activation: UngatedActivation = UngatedActivation.SQUARED_RELU
     bias: bool = False
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
@@ -60,10 +71,10 @@ class SquaredReluConfig:
         yield from linear(Part.UP, (inner, outer), (INTERMEDIATE, HIDDEN), self.bias)
         yield from linear(Part.DOWN, (outer, inner), (HIDDEN, INTERMEDIATE), self.bias)
 
-    def with_biases(self, has: Callable[[Part], bool]) -> SquaredReluConfig:
+    def with_biases(self, has: Callable[[Part], bool]) -> UngatedConfig:
         return replace(self, bias=has(Part.UP))
 
-    def sharded(self, over: Parallelism) -> SquaredReluConfig:
+    def sharded(self, over: Parallelism) -> UngatedConfig:
         check_columns(self.size, over.devices)
         return self
 

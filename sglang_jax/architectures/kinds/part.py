@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.sections import Sections
 from sglang_jax.architectures.parallelism import Parallelism
 from sglang_jax.architectures.tensor_names import ParameterKind, Part
@@ -127,6 +128,8 @@ def linear(
         yield replace(own, kind=ParameterKind.BIAS, axes=axes[:1], sizes=sizes[:1], factors=((rows, output_scale),))
 
 
-def norm_weight(part: Part, size: int, offset: float) -> Declared:
-    """The weight of a norm over the residual stream."""
-    return Declared(part, ParameterKind.WEIGHT, (HIDDEN,), ((size,),), offset)
+def norm_parameters(part: Part, size: int, norm: NormConfig) -> Iterator[Declared]:
+    """The weight of a norm over the residual stream, and its bias if it has one."""
+    yield Declared(part, ParameterKind.WEIGHT, (HIDDEN,), ((size,),), norm.offset)
+    if norm.bias:
+        yield Declared(part, ParameterKind.BIAS, (HIDDEN,), ((size,),))
