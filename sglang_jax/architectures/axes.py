@@ -29,6 +29,8 @@ class Axis(StrEnum):
     """The positions of a text for which a model has learnt embeddings."""
     TOKEN_TYPES = "token_types"
     """The texts of a pair, which learnt embeddings tell apart."""
+    POOLED = "pooled"
+    """The numbers from which a classifier computes scores, if they are not the hidden ones."""
     LABELS = "labels"
     """The labels that a classifier scores."""
     PAGES = "pages"

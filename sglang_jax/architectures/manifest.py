@@ -28,7 +28,6 @@ from sglang_jax.architectures.pooling import Pooler
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import (
     EXPERT,
-    LABELS_NAME,
     OF_EXPERTS,
     OPTIONAL_NAMES,
     WHOLE_MODEL,
@@ -254,7 +253,7 @@ def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
         yield from _named(config, list(_layer(layer, config.hidden_size)), number)
     yield from _named(config, list(norm_parameters(Part.FINAL_NORM, config.hidden_size, config.final_norm)), None)
     if config.pooler is not None:
-        yield from _labels(config.pooler, config.hidden_size)
+        yield from _named(config, list(_classifier(config.pooler, config.hidden_size)), None)
         return
     head = next(_named(config, [Declared(Part.HEAD, ParameterKind.WEIGHT, *table)], None))
     if config.tie_word_embeddings:
@@ -277,13 +276,14 @@ def _learnt_positions(learnt: LearntPositions | None, hidden: int) -> Iterator[D
         yield Declared(part, ParameterKind.WEIGHT, ((axis,), HIDDEN), ((rows,), (hidden,)))
 
 
-def _labels(pooler: Pooler, hidden_size: int) -> Iterator[ParameterSpec]:
+def _classifier(pooler: Pooler, hidden: int) -> Iterator[Declared]:
     if not pooler.labels:
         return
-    for each in linear(Part.LABELS, ((len(pooler.labels),), (hidden_size,)), ((Axis.LABELS,), HIDDEN), pooler.bias):
-        name = ParameterName(each.part, each.kind)
-        tensor, gguf = hf_name(LABELS_NAME, each.kind, None), gguf_name(LABELS_NAME, each.kind, None)
-        yield ParameterSpec(name, each.axes, each.sizes, tensor, gguf)
+    inputs = (Axis.POOLED,) if pooler.dense else HIDDEN
+    if pooler.dense:
+        yield from linear(Part.POOLER, ((hidden,), (hidden,)), (inputs, HIDDEN), bias=True)
+    sizes = (len(pooler.labels),), (hidden,)
+    yield from linear(Part.LABELS, sizes, ((Axis.LABELS,), inputs), pooler.bias)
 
 
 def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -> Iterator[ParameterSpec]:

@@ -141,11 +141,15 @@ class LearntPositions:
 
     - `rows`: of the table of positions. `first`: the row of position 0.
     - `token_types`: rows of the other table, which tells the texts of a pair apart; 0 without it.
+    - `marks_pairs`: the texts of a pair have the rows 0 and 1 of the other table; otherwise, both have row 0.
+    - `separator`: the token that ends a text, if prompts may be marked pairs: tokens after the first one have row 1.
     """
 
     rows: int
     first: int = 0
     token_types: int = 0
+    marks_pairs: bool = False
+    separator: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,14 +29,32 @@ class Activation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierHead:
+    """What a family's classifier computes from the vector of a text.
+
+    - `pooling`: makes the vector. `bias`: whether a bias is added to the scores.
+    - `dense`: the matrix of labels multiplies `tanh(dense(vector))`, not the vector.
+    """
+
+    pooling: Pooling = Pooling.LAST
+    bias: bool = False
+    dense: bool = False
+
+
+OF_DECODERS = ClassifierHead()
+"""The head of all decoders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pooler:
     """- `labels`: names of the rows of a matrix by which the pooled vector is multiplied; empty if the vector is the
-    result. `bias`: whether a bias is added to the scores.
+    result. `bias`, `dense`: of that product, see `ClassifierHead`.
     - `normalised`: vectors are divided by their length. `activation`: of scores."""
 
     pooling: Pooling
     labels: tuple[str, ...] = ()
     bias: bool = False
+    dense: bool = False
     normalised: bool = True
     activation: Activation = Activation.SOFTMAX
 

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_jax.architectures import families
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.pooling import OF_DECODERS, ClassifierHead
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, TensorNames, with_model_prefix
 from sglang_jax.errors import CheckpointError
 
@@ -68,6 +69,7 @@ class Family:
       missing, mistyped or unsupported fields.
     - `multimodal`: checkpoints for text and images, of which the text model is served; None without.
     - `to_hf`: writes the fields of config.json for a model; None if unsupported.
+    - `classifier`: the head of `...ForSequenceClassification`; None if that class is not supported.
     - `without_head`: for the tensors of a checkpoint without a head, or whose head is not used: the names that `names`
       defines → names in the checkpoint.
     """
@@ -79,6 +81,7 @@ class Family:
     gguf: GgufForm | None = None
     multimodal: Multimodal | None = None
     to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None
+    classifier: ClassifierHead | None = OF_DECODERS
     without_head: Callable[[Collection[str]], dict[str, str]] = with_model_prefix
 
 
@@ -106,10 +109,9 @@ _DECODER, _ENCODER = "ForCausalLM", "ForMaskedLM"
 
 
 def _classes(family: Family) -> tuple[str, ...]:
-    if family.class_name.endswith(_ENCODER):
-        return family.class_name, family.class_name.removesuffix(_ENCODER) + _BARE
-    base = family.class_name.removesuffix(_DECODER)
-    return family.class_name, base + _BARE, base + CLASSIFIER
+    base = family.class_name.removesuffix(_ENCODER).removesuffix(_DECODER)
+    classes = (family.class_name, base + _BARE)
+    return classes if family.classifier is None else (*classes, base + CLASSIFIER)
 
 
 def family_of_hf(fields: JsonFields) -> Family | None:

@@ -15,6 +15,7 @@ class Part(StrEnum):
     TYPE_EMBEDDING = "type_embedding"
     FINAL_NORM = "final_norm"
     HEAD = "head"
+    POOLER = "pooler"
     LABELS = "labels"
     ATTENTION_NORM = "attention_norm"
     ATTENTION_POST_NORM = "attention_post_norm"
@@ -128,7 +129,10 @@ OF_EXPERTS = frozenset({Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN})
 TABLES = frozenset({Part.EMBEDDING, Part.POSITION_EMBEDDING, Part.TYPE_EMBEDDING})
 """Matrices of which rows are looked up."""
 
-WHOLE_MODEL = TABLES | {Part.FINAL_NORM, Part.HEAD, Part.LABELS}
+WHOLE_MODEL = TABLES | {Part.FINAL_NORM, Part.HEAD, Part.POOLER, Part.LABELS}
+
+HEADS = frozenset({Part.HEAD, Part.POOLER, Part.LABELS})
+"""Parts that follow the final norm."""
 
 LABELS_NAME = TensorName("score", "cls.output")
 """The name of a classifier's matrix in all families of decoders."""
@@ -137,6 +141,7 @@ LLAMA_NAMES: TensorNames = {
     Part.EMBEDDING: TensorName("model.embed_tokens", "token_embd"),
     Part.FINAL_NORM: TensorName("model.norm", "output_norm"),
     Part.HEAD: TensorName("lm_head", "output"),
+    Part.LABELS: LABELS_NAME,
     Part.ATTENTION_NORM: TensorName("input_layernorm", "attn_norm"),
     Part.FEED_FORWARD_NORM: TensorName("post_attention_layernorm", "ffn_norm"),
     Part.QUERY: TensorName("self_attn.q_proj", "attn_q"),
@@ -219,13 +224,13 @@ POST_NORM_NAMES: TensorNames = {
 """Names of families that normalise outputs of attention and feed-forward parts, not inputs."""
 
 
-def with_model_prefix(names: Collection[str]) -> dict[str, str]:
-    """Tensors of a decoder without its head, whose names may lack the prefix `model.`: names in a checkpoint with a
-    head → names in this one."""
-    if any(name.startswith("model.") for name in names):
+def with_model_prefix(names: Collection[str], prefix: str = "model.") -> dict[str, str]:
+    """Tensors of a decoder without its head, whose names may lack the prefix: names in a checkpoint with a head → names
+    in this one."""
+    if any(name.startswith(prefix) for name in names):
         return {name: name for name in names}
     whole = (f"{LABELS_NAME.hf}.", "lm_head.")
-    return {name if name.startswith(whole) else f"model.{name}": name for name in names}
+    return {name if name.startswith(whole) else f"{prefix}{name}": name for name in names}
 
 
 def hf_name(name: TensorName, kind: ParameterKind, layer: int | None) -> str:

@@ -7,7 +7,7 @@ second, and so is imported only where text is tokenized.
 from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.hf_config import write_hf_config
-from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint, open_served, with_end_tokens
+from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint, open_served, tokenizer_source, with_end_tokens
 from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import DEMO, ORBAX_MARKER, ModelSource, SourceKind, resolve_model, resolve_tokenizer
@@ -30,6 +30,7 @@ __all__ = [
     "open_served",
     "resolve_model",
     "resolve_tokenizer",
+    "tokenizer_source",
     "with_end_tokens",
     "write_hf_config",
 ]

@@ -11,7 +11,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.pooling import Pooler
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.checkpoint.dummy_reader import DummyReader
-from sglang_jax.checkpoint.end_tokens import end_token_ids
+from sglang_jax.checkpoint.end_tokens import end_token_ids, separator_id
 from sglang_jax.checkpoint.gguf_config import gguf_generation_defaults, gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
@@ -29,7 +29,7 @@ from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.poolers import pooler_of_folder, pooler_of_gguf
 from sglang_jax.checkpoint.quantized_reader import QuantizedReader
 from sglang_jax.checkpoint.reader import TensorReader, TensorsInMemory
-from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
+from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model, resolve_tokenizer
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.stored_quantization import StoredQuantization
 from sglang_jax.checkpoint.tensors import check_tensors
@@ -115,8 +115,8 @@ def open_checkpoint(
 
 def open_served(config: EngineConfig, model_path: str | None = None) -> Checkpoint:
     """Opens the checkpoint of an engine's options, or with `model_path` another one for the same use. Raises as
-    `open_checkpoint`."""
-    return open_checkpoint(
+    `open_checkpoint`, and `CheckpointError` if a classifier needs a separator that the tokenizer does not have."""
+    found = open_checkpoint(
         config.model_path if model_path is None else model_path,
         config.load_format,
         seed=config.random_seed,
@@ -125,6 +125,18 @@ def open_served(config: EngineConfig, model_path: str | None = None) -> Checkpoi
         task=config.model_task,
         pooling=config.pooling,
     )
+    learnt, pooler = found.config.learnt_positions, found.config.pooler
+    if learnt is None or not learnt.marks_pairs or pooler is None or not pooler.labels:
+        return found
+    separator = separator_id(tokenizer_source(config))
+    return replace(found, config=replace(found.config, learnt_positions=replace(learnt, separator=separator)))
+
+
+def tokenizer_source(config: EngineConfig) -> ModelSource:
+    """Finds the tokenizer that `config` names. Raises `CheckpointError`."""
+    if config.tokenizer_path is None:
+        return resolve_tokenizer(config.model_path, config.tokenizer_revision or config.revision, of_model=True)
+    return resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
 
 
 def with_end_tokens(checkpoint: Checkpoint, tokenizer: ModelSource) -> Checkpoint:
@@ -164,7 +176,9 @@ def _open(
         defaults = DEMO_SAMPLING if model_path == DEMO else gguf_generation_defaults(file)
         return Checkpoint(source, config, reader, defaults)
     config = load_hf_config(source.path)
-    config = _with_pooler(config, pooler_of_folder(source.path, task, pooling, causal=config.causal))
+    family = family_named(config.architecture)
+    found = pooler_of_folder(source.path, task, pooling, causal=config.causal, classifier=family.classifier)
+    config = _with_pooler(config, found)
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:
         return Checkpoint(source, config, None, defaults)
@@ -176,7 +190,7 @@ def _open(
         if has_text_part(source.path):
             files = files.renamed(text_names(files.names()))
         if config.pooler is not None:
-            files = files.renamed(family_named(config.architecture).without_head(files.names()))
+            files = files.renamed(family.without_head(files.names()))
         reader = files if quantization is None else _quantized(files, quantization, config)
         config = as_tied_in_file(config, reader)
     check_tensors(reader, config)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sglang_jax.architectures.files import read_file
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.pooling import Activation, Pooler, Pooling
+from sglang_jax.architectures.pooling import OF_DECODERS, Activation, ClassifierHead, Pooler, Pooling
 from sglang_jax.architectures.registry import CLASSIFIER, pooled_class
 from sglang_jax.checkpoint.gguf_file import GgufFile
 from sglang_jax.config import PoolingType, Task
@@ -47,15 +47,24 @@ _RANK_OF_GGUF = 4
 _ACTIVATIONS = {"Identity": Activation.NONE, "Sigmoid": Activation.SIGMOID, "Softmax": Activation.SOFTMAX}
 
 
-def pooler_of_folder(folder: Path, task: Task, pooling: PoolingType, *, causal: bool = True) -> Pooler | None:
+def pooler_of_folder(
+    folder: Path,
+    task: Task,
+    pooling: PoolingType,
+    *,
+    causal: bool = True,
+    classifier: ClassifierHead | None = OF_DECODERS,
+) -> Pooler | None:
     """What a Hugging Face folder gives, None for next tokens; `task` and `pooling` decide where they are not auto.
-    `causal`: see `ModelConfig`.
+    `causal`: see `ModelConfig`. `classifier`: see `Family`.
     Raises `CheckpointError` for a pooling that is not supported, `ConfigError` for options that do not fit."""
     fields = JsonFields.read(folder / "config.json")
     kind = pooled_class(fields)
     stored = _of_sentence_transformers(folder)
     if task is Task.AUTO:
-        task = _task_of(kind, stored) if causal else Task.EMBED
+        task = _task_of(kind, stored)
+        if task is Task.GENERATE and not causal:
+            task = Task.EMBED
     if task is Task.GENERATE and not causal:
         raise ConfigError(f"{folder}: the model is an encoder, which generates no text: use model_task embed")
     match task:
@@ -63,12 +72,12 @@ def pooler_of_folder(folder: Path, task: Task, pooling: PoolingType, *, causal: 
             _refuse_pooling(pooling)
             return None
         case Task.CLASSIFY:
-            if kind != CLASSIFIER:
+            if kind != CLASSIFIER or classifier is None:
                 raise ConfigError(
                     "model_task classify needs a checkpoint with a matrix of labels, a class that ends with "
                     f"{CLASSIFIER}; {folder / 'config.json'} has {quote(fields.value('architectures'))}"
                 )
-            return _classifier(folder, fields, pooling)
+            return _classifier(folder, fields, pooling, classifier)
     for what in _added_to_texts(folder):
         logger.warning("%s: sentence-transformers adds %s to each text. Here it is part of the request.", folder, what)
     found = stored or Pooler(pooling=Pooling.LAST if causal else Pooling.MEAN)
@@ -107,7 +116,7 @@ def _refuse_pooling(pooling: PoolingType) -> None:
         raise ConfigError(f"pooling {pooling.value} needs model_task embed: this model generates text")
 
 
-def _classifier(folder: Path, fields: JsonFields, pooling: PoolingType) -> Pooler:
+def _classifier(folder: Path, fields: JsonFields, pooling: PoolingType, head: ClassifierHead) -> Pooler:
     labels = fields.nested("id2label")
     names = ["LABEL_0", "LABEL_1"]  # transformers' default
     if labels is not None:
@@ -118,10 +127,19 @@ def _classifier(folder: Path, fields: JsonFields, pooling: PoolingType) -> Poole
                 f"{quote(list(labels.values))}"
             )
         names = [str(labels.values[number]) for number in numbers]
-    if pooling is PoolingType.MEAN:
-        raise ConfigError("pooling mean is not supported with model_task classify; supported: last, cls")
-    chosen = Pooling.LAST if pooling is PoolingType.AUTO else Pooling(pooling.value)
-    return Pooler(pooling=chosen, labels=tuple(names), activation=_activation(folder, fields, len(names)))
+    supported = [head.pooling.value] if head.dense else ["last", "cls"]
+    if pooling is not PoolingType.AUTO and pooling.value not in supported:
+        raise ConfigError(
+            f"pooling {pooling.value} is not supported with model_task classify and this model; supported: "
+            f"{', '.join(supported)}"
+        )
+    return Pooler(
+        pooling=head.pooling if pooling is PoolingType.AUTO else Pooling(pooling.value),
+        labels=tuple(names),
+        bias=head.bias,
+        dense=head.dense,
+        activation=_activation(folder, fields, len(names)),
+    )
 
 
 def _activation(folder: Path, fields: JsonFields, labels: int) -> Activation:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec
-from sglang_jax.architectures.tensor_names import TABLES, Part
+from sglang_jax.architectures.tensor_names import HEADS, TABLES, Part
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, Stored, ValueType
 from sglang_jax.checkpoint.group_blocks import GroupType, Levels, Scales, group_size
 from sglang_jax.checkpoint.reader import Array, Role
@@ -42,7 +42,7 @@ _RANGES = {
     Levels.FLOAT4_E2M1: (-6, 6),
 }
 _WEIGHTS_AT_A_TIME = 2**20
-_STAY_PLAIN = frozenset({*TABLES, Part.HEAD, Part.LABELS, Part.ROUTER, Part.SHARED_ROUTER, Part.KEY_UP, Part.VALUE_UP})
+_STAY_PLAIN = frozenset({*TABLES, *HEADS, Part.ROUTER, Part.SHARED_ROUTER, Part.KEY_UP, Part.VALUE_UP})
 """Embeddings are looked up; rounding a head or router changes the best token or expert; and latent attention multiplies
 queries by the matrices that make keys."""
 

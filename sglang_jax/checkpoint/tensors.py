@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from sglang_jax.architectures.manifest import ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named
-from sglang_jax.architectures.tensor_names import LABELS_NAME, OPTIONAL, ParameterKind, Part, hf_name
+from sglang_jax.architectures.tensor_names import HEADS, OPTIONAL, ParameterKind, Part, hf_name
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.errors import CheckpointError
 
@@ -53,11 +53,12 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     expected = expected_tensors(config, reader.names())
     unused = mtp_prefixes(config)
     present = {name for name in reader.names() if not name.endswith(_HARMLESS) and not name.startswith(unused)}
-    if config.tie_word_embeddings or config.pooler is not None:
-        head = family_named(config.architecture).names[Part.HEAD]
-        present.discard(hf_name(head, ParameterKind.WEIGHT, None))
-    if config.pooler is not None and not config.pooler.labels:
-        present -= {hf_name(LABELS_NAME, kind, None) for kind in (ParameterKind.WEIGHT, ParameterKind.BIAS)}
+    names = family_named(config.architecture).names
+    if config.tie_word_embeddings:
+        present.discard(hf_name(names[Part.HEAD], ParameterKind.WEIGHT, None))
+    if config.pooler is not None:
+        heads = (hf_name(name, kind, None) for part, name in names.items() if part in HEADS for kind in ParameterKind)
+        present -= set(heads) - expected.keys()
     optional = list(manifest_of(config).optional.values())
     further = {name for spec in optional for name in spec.spellings} & present
     present -= further

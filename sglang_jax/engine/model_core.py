@@ -13,8 +13,7 @@ from functools import partial
 from tqdm import tqdm
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.checkpoint import Checkpoint, open_served, resolve_tokenizer, with_end_tokens
-from sglang_jax.checkpoint.resolve import ModelSource
+from sglang_jax.checkpoint import Checkpoint, open_served, tokenizer_source, with_end_tokens
 from sglang_jax.checkpoint.token_table import load_token_table
 from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig, Warmup
 from sglang_jax.engine.channel import CoreChannel, Ready
@@ -99,11 +98,13 @@ def _loading(model_path: str, begin: float) -> str:
 
 
 def load_grammars(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompiler | None:
-    """Creates the compiler of requests' grammars; None if grammars are turned off, if the vocabulary cannot be read, or
-    if no token ends an output. Raises `CheckpointError` if there is no tokenizer."""
+    """Creates the compiler of requests' grammars; None if grammars are turned off, if the model generates no text, if
+    the vocabulary cannot be read, or if no token ends an output. Raises `CheckpointError` if there is no tokenizer."""
     if config.grammar_backend is GrammarLibrary.NONE:
         return None
     model = checkpoint.config
+    if model.pooler is not None:
+        return None
     if not model.eos_token_ids:
         logger.warning("The model has no end-of-sequence token: requests with grammars are refused")
         return None
@@ -149,13 +150,6 @@ def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
         special_tokens_in_content=config.allow_special_tokens_in_content,
         template_seconds=config.template_timeout,
     )
-
-
-def tokenizer_source(config: EngineConfig) -> ModelSource:
-    """Finds the tokenizer that `config` names. Raises `CheckpointError`."""
-    if config.tokenizer_path is None:
-        return resolve_tokenizer(config.model_path, config.tokenizer_revision or config.revision, of_model=True)
-    return resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
 
 
 def warm_up(runner: Runner, *, first_only: bool = False) -> None:

@@ -22,19 +22,26 @@ _LIMB_BITS = 8
 
 
 class PooledHead(nnx.Module):
-    """Vectors, or scores by a matrix `[hidden, labels]` in float32, on every device."""
+    """Vectors, or scores by a matrix `[hidden, labels]` in float32, perhaps after a dense layer; on every device."""
 
     def __init__(self, pooler: Pooler, hidden_size: int) -> None:
         hidden, labels = (Axis.HIDDEN, hidden_size), (Axis.LABELS, len(pooler.labels))
-        self.labels = parameter([hidden, labels], _FLOAT32, Part.LABELS) if pooler.labels else None
-        with_bias = bool(pooler.labels) and pooler.bias
-        self.bias = parameter([labels], _FLOAT32, Part.LABELS, kind=ParameterKind.BIAS) if with_bias else None
+        has_labels = bool(pooler.labels)
+        has_dense, has_bias = has_labels and pooler.dense, has_labels and pooler.bias
+        pooled = (Axis.POOLED, hidden_size) if has_dense else hidden
+        bias = ParameterKind.BIAS
+        self.dense = parameter([hidden, pooled], _FLOAT32, Part.POOLER) if has_dense else None
+        self.dense_bias = parameter([pooled], _FLOAT32, Part.POOLER, kind=bias) if has_dense else None
+        self.labels = parameter([pooled, labels], _FLOAT32, Part.LABELS) if has_labels else None
+        self.bias = parameter([labels], _FLOAT32, Part.LABELS, kind=bias) if has_bias else None
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         """`[m, hidden]` → float32 `[m, width]`."""
         hidden = hidden.astype(jnp.float32)
         if self.labels is None:
             return hidden
+        if self.dense is not None and self.dense_bias is not None:
+            hidden = jnp.tanh(matmul(hidden, self.dense[...]) + self.dense_bias[...])
         found = matmul(hidden, self.labels[...])
         return found if self.bias is None else found + self.bias[...]
 

@@ -36,6 +36,7 @@ MESH_AXIS: dict[Axis, tuple[str, ...]] = {
     Axis.ROUTED: (),
     Axis.POSITIONS: (),
     Axis.TOKEN_TYPES: (),
+    Axis.POOLED: (),
     Axis.LABELS: (),
     Axis.PAGES: (),
     Axis.PAGE_OFFSET: (),

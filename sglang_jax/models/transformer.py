@@ -73,17 +73,27 @@ class AddedEmbeddings(nnx.Module):
 
     def __init__(self, config: LearntPositions, hidden_size: int, dtype: jnp.dtype) -> None:
         hidden = (Axis.HIDDEN, hidden_size)
-        self.first = config.first
+        self.config = config
         self.positions = parameter([(Axis.POSITIONS, config.rows), hidden], dtype, Part.POSITION_EMBEDDING)
         types = (Axis.TOKEN_TYPES, config.token_types)
         self.types = parameter([types, hidden], dtype, Part.TYPE_EMBEDDING) if config.token_types else None
 
-    def __call__(self, embedded: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embeddings `[T, hidden]` of tokens, at int32 `[T]` positions below the longest context → `[T, hidden]`."""
-        rows = self.positions[...].at[positions + self.first].get(mode="promise_in_bounds")
+    def __call__(self, embedded: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Embeddings `[T, hidden]` of the tokens of `batch`, at positions below the longest context → `[T, hidden]`."""
+        rows = self.positions[...].at[batch.positions + self.config.first].get(mode="promise_in_bounds")
         if self.types is not None:
-            embedded = embedded + self.types[...][0]
+            separator, types = self.config.separator, self.types[...]
+            of_tokens = 0 if separator is None else _token_types(batch, separator)
+            embedded = embedded + types[of_tokens]
         return embedded + rows
+
+
+def _token_types(batch: ForwardBatch, separator: int) -> jax.Array:
+    """Whether each token follows a separator of its text, int32 `[T]`. Texts are whole."""
+    ends = (batch.tokens == separator).astype(jnp.int32)
+    before = jnp.cumsum(ends) - ends
+    starts = jnp.arange(len(ends), dtype=jnp.int32) - batch.positions
+    return (before > before[starts]).astype(jnp.int32)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -231,7 +241,7 @@ class Transformer(nnx.Module):
         if self.form.wide_activations:
             embedded = embedded.astype(jnp.float32)
         if self.added is not None:
-            embedded = self.added(embedded, batch.positions)
+            embedded = self.added(embedded, batch)
         if self.config.embedding_multiplier == 1.0:
             return embedded
         return embedded * jnp.asarray(self.config.embedding_multiplier, dtype).astype(embedded.dtype)

@@ -96,7 +96,10 @@ def only_blocks(checkpoint: Checkpoint, quantization: Quantization | None = None
     """Whether kernels for integers can multiply all matrices, except routers, which are small."""
     if checkpoint.reader is None:
         return False
-    encodings, others = encodings_of(checkpoint, quantization), {Part.ROUTER, Part.SHARED_ROUTER, Part.LABELS, *TABLES}
+    encodings, others = (
+        encodings_of(checkpoint, quantization),
+        {*TABLES, Part.POOLER, Part.LABELS, Part.ROUTER, Part.SHARED_ROUTER},
+    )
     if checkpoint.config.tie_word_embeddings:
         others.remove(Part.EMBEDDING)
     specs = manifest_of(checkpoint.config).specs.values()

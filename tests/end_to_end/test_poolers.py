@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ OPTIONS = {"dtype": "float32", "chunked_prefill_size": 32, "max_running_requests
 
 
 def _engine(folder: Path, backend: str, **options: object) -> Engine:
-    return Engine(model_path=str(folder), backend=backend, device="cpu", skip_warmup=True, **OPTIONS, **options)
+    return Engine(model_path=str(folder), backend=backend, device="cpu", skip_warmup=True, **OPTIONS | options)
 
 
 def _write_pooling(folder: Path, mode: str, *, normalize: bool) -> None:
@@ -120,17 +121,34 @@ def test_vectors(name: str, backend: str, tmp_path: Path) -> None:
             engine.classify(TEXTS[0])
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_labels(backend: str, tmp_path: Path) -> None:
+SEPARATOR = 2
+
+PAIRS = [[1, *first, SEPARATOR, *second, SEPARATOR] for first, second in pairwise(TEXTS)]
+"""Pairs as BERT's: the second text, with its separator, has another token type."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "backend"),
+    [("llama", "torch"), ("llama", "jax"), ("bert", "torch"), ("bert", "jax"), ("xlm-roberta", "torch")],
+)
+def test_labels(architecture: str, backend: str, tmp_path: Path) -> None:
     labels = {0: "calm", 1: "glad", 2: "sad"}
-    config = transformers.AutoConfig.for_model("llama", **tiny_fields("llama"), id2label=labels)
+    config = transformers.AutoConfig.for_model(architecture, **tiny_fields(architecture), id2label=labels)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    randomise(model, "llama").save_pretrained(tmp_path)
+    randomise(model, architecture).save_pretrained(tmp_path)
     make_tiny_tokenizer(tmp_path)
-    with torch.no_grad():
-        expected = [model(torch.tensor([text])).logits.softmax(-1)[0].numpy() for text in TEXTS]
-    with _engine(tmp_path, backend) as engine:
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sep_token": "<|im_end|>"}))
+    texts = [*TEXTS, *PAIRS]
+    expected = []
+    for text in texts:
+        ids = torch.tensor([text])
+        ends = (ids == SEPARATOR).long()
+        types = {"token_type_ids": (ends.cumsum(1) > ends).long()} if architecture == "bert" else {}
+        with torch.no_grad():
+            expected.append(model(ids, **types).logits.softmax(-1)[0].numpy())
+    with _engine(tmp_path, backend, context_length=256) as engine:
         pooler = engine.model_info.pooler
         assert pooler is not None
         assert pooler.labels == tuple(labels.values())
-        np.testing.assert_allclose(engine.classify(TEXTS), expected, atol=1e-4)
+        np.testing.assert_allclose(engine.classify(texts), expected, atol=1e-4)

@@ -85,16 +85,28 @@ class AddedEmbeddings(Loadable):
 
     def __init__(self, config: LearntPositions, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._first = config.first
+        self._config = config
         self.positions = self.declare("positions", (config.rows, hidden_size), dtype, Part.POSITION_EMBEDDING)
         self.types: nn.Parameter | None = None
         if config.token_types:
             self.types = self.declare("types", (config.token_types, hidden_size), dtype, Part.TYPE_EMBEDDING)
 
-    def forward(self, embedded: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Embeddings `[T, hidden]` of tokens, at int32 `[T]` positions below the longest context → `[T, hidden]`."""
-        rows = functional.embedding(positions + self._first, self.positions)
-        return embedded + rows if self.types is None else embedded + self.types[0] + rows
+    def forward(self, embedded: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Embeddings `[T, hidden]` of the tokens of `batch`, at positions below the longest context → `[T, hidden]`."""
+        rows = functional.embedding(batch.positions + self._config.first, self.positions)
+        if self.types is not None:
+            separator = self._config.separator
+            of_tokens = self.types[0] if separator is None else self.types[_token_types(batch, separator)]
+            embedded = embedded + of_tokens
+        return embedded + rows
+
+
+def _token_types(batch: ForwardBatch, separator: int) -> torch.Tensor:
+    """Whether each token follows a separator of its text, int64 `[T]`. Texts are whole."""
+    ends = (batch.tokens == separator).long()
+    before = ends.cumsum(0) - ends
+    starts = torch.arange(len(ends), device=ends.device) - batch.positions
+    return (before > before[starts]).long()
 
 
 class Head(nn.Module):
@@ -220,7 +232,7 @@ class Transformer(nn.Module):
         found = [embedding(batch.tokens) for embedding in self.embeddings]
         x = self._parallel.all_reduce(torch.stack(found) if self._in_shards else found[0])
         if self.added is not None:
-            x = self.added(x, batch.positions)
+            x = self.added(x, batch)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         if self.recordings is not None and batch.decode_only and batches and len(x) <= self.recordings.max_rows:

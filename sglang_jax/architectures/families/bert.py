@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from sglang_jax.architectures.bert_form import NAMES, configure_bert, without_head
+from sglang_jax.architectures.bert_form import CLASSIFIER, NAMES, configure_bert, without_head
 from sglang_jax.architectures.registry import Family
 
 _NAME = "bert"
@@ -14,5 +14,6 @@ FAMILY = Family(
     class_name="BertForMaskedLM",
     configure=partial(configure_bert, _NAME),
     names=NAMES,
+    classifier=CLASSIFIER,
     without_head=without_head,
 )

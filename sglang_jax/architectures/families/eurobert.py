@@ -23,4 +23,4 @@ def configure(fields: JsonFields) -> ModelConfig:
     return replace(common.model(_NAME, [layer] * common.num_layers), causal=False)
 
 
-FAMILY = Family(name=_NAME, class_name="EuroBertForMaskedLM", configure=configure)
+FAMILY = Family(name=_NAME, class_name="EuroBertForMaskedLM", configure=configure, classifier=None)

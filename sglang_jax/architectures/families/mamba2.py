@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names, step_limits
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
-from sglang_jax.architectures.tensor_names import Part, TensorName
+from sglang_jax.architectures.tensor_names import LABELS_NAME, Part, TensorName, with_model_prefix
 
 _NAME = "mamba2"
 _LAYERS = "backbone.layers"
@@ -62,6 +64,8 @@ FAMILY = Family(
         Part.EMBEDDING: TensorName("backbone.embeddings"),
         Part.FINAL_NORM: TensorName("backbone.norm_f"),
         Part.HEAD: TensorName("lm_head"),
+        Part.LABELS: LABELS_NAME,
         Part.ATTENTION_NORM: TensorName("norm", layers=_LAYERS),
     },
+    without_head=partial(with_model_prefix, prefix="backbone."),
 )

@@ -4,6 +4,7 @@ experts."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from sglang_jax.architectures.deepseek_experts_form import ExpertDefaults, read_balanced_sizes
 from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
@@ -15,7 +16,7 @@ from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
-from sglang_jax.architectures.tensor_names import EXPERT, Part, Stacked, TensorName
+from sglang_jax.architectures.tensor_names import EXPERT, LABELS_NAME, Part, Stacked, TensorName, with_model_prefix
 from sglang_jax.errors import CheckpointError, quote
 
 _NAME = "nemotron_h"
@@ -171,6 +172,7 @@ FAMILY = Family(
         Part.EMBEDDING: TensorName("backbone.embeddings"),
         Part.FINAL_NORM: TensorName("backbone.norm_f"),
         Part.HEAD: TensorName("lm_head"),
+        Part.LABELS: LABELS_NAME,
         Part.ATTENTION_NORM: _name("norm"),
         Part.FEED_FORWARD_NORM: _name("norm"),
         Part.QUERY: _name("mixer.q_proj"),
@@ -188,4 +190,5 @@ FAMILY = Family(
         Part.SHARED_UP: _name("mixer.shared_experts.up_proj"),
         Part.SHARED_DOWN: _name("mixer.shared_experts.down_proj"),
     },
+    without_head=partial(with_model_prefix, prefix="backbone."),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from sglang_jax.architectures.bert_form import NAMES, configure_roberta, without_head
+from sglang_jax.architectures.bert_form import CLASSIFIER, ROBERTA_NAMES, configure_roberta, roberta_without_head
 from sglang_jax.architectures.registry import Family
 
 _NAME = "xlm-roberta"
@@ -13,6 +13,7 @@ FAMILY = Family(
     name=_NAME,
     class_name="XLMRobertaForMaskedLM",
     configure=partial(configure_roberta, _NAME),
-    names=NAMES,
-    without_head=without_head,
+    names=ROBERTA_NAMES,
+    classifier=CLASSIFIER,
+    without_head=roberta_without_head,
 )
