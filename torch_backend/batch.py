@@ -34,6 +34,8 @@ class ForwardBatch:
     - `further`: pages of the cache groups after the first, which has `write_slots` and `page_table`; not of state
       groups.
     - `states`: the slots of the sequences' states, if the model has recurrent states.
+    - `causal`: tokens see keys up to their own. Otherwise they see all of their sequence, which has no keys of earlier
+      steps.
     """
 
     tokens: torch.Tensor
@@ -45,6 +47,7 @@ class ForwardBatch:
     num_decode: int
     further: tuple[GroupPages, ...] = ()
     states: StateRows | None = None
+    causal: bool = True
 
     def of_group(self, group: int) -> ForwardBatch:
         if group == 0:
@@ -52,9 +55,11 @@ class ForwardBatch:
         pages = self.further[group - 1]
         return replace(self, write_slots=pages.write_slots, page_table=pages.page_table, further=())
 
-    def seeing_all(self) -> ForwardBatch:
-        """The batch as attention that is not causal takes it: each token is a sequence, which sees all keys of its
-        text. These are written before."""
+    def as_causal(self) -> ForwardBatch:
+        """The batch for kernels of causal attention: if it is not causal, each token is a sequence, which sees all keys
+        of its text. These are written before."""
+        if self.causal:
+            return self
         count = len(self.tokens)
         sequences = torch.repeat_interleave(self.query_starts.diff(), output_size=count)
         return replace(
@@ -63,6 +68,7 @@ class ForwardBatch:
             kv_lens=self.kv_lens[sequences],
             query_starts=torch.arange(count + 1, dtype=torch.int32, device=self.tokens.device),
             num_decode=count,
+            causal=True,
         )
 
     @property

@@ -63,7 +63,6 @@ def _configure(family: str, fields: JsonFields, learnt: LearntPositions, default
         model,
         max_position=learnt.rows - learnt.first,
         learnt_positions=replace(learnt, token_types=types, marks_pairs=learnt.marks_pairs and types > 1),
-        causal=False,
     )
 
 
@@ -80,6 +79,7 @@ def _attention(common: CommonFields) -> AttentionConfig:
         head_dim=head_dim,
         scale=head_dim**-0.5,
         rope=None,
+        causal=False,
         bias=True,
         out_bias=True,
     )

@@ -164,8 +164,6 @@ class ModelConfig:
     - `shortened`: why contexts are shorter than the checkpoint's; empty if they are not.
     - `mtp_layers`: multi-token-prediction layers after the last layer. A checkpoint may have their tensors, which are
       not used.
-    - `causal`: tokens see only earlier ones. Otherwise they see all of their text, which is computed in one step, and
-      the model has a pooler.
     - `pooler`: makes vectors or scores of texts, in place of the head; None for a model with a head.
     - `max_position`: the context length that the checkpoint declares, or to which it was tuned with YaRN.
     """
@@ -186,7 +184,6 @@ class ModelConfig:
     shortened: str = ""
     pooler: Pooler | None = None
     learnt_positions: LearntPositions | None = None
-    causal: bool = True
     dtype: str = "bfloat16"
 
     @property
@@ -202,6 +199,11 @@ class ModelConfig:
     def kv_attention(self) -> tuple[AttentionConfig, ...]:
         """The attention parts that cache keys and values of heads, in order."""
         return tuple(layer.kv_attention for layer in self.layers if layer.kv_attention is not None)
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens see only earlier ones. Otherwise a text is computed in one step, and there is a pooler."""
+        return all(attention.causal for attention in self.kv_attention)
 
     @property
     def feed_forward(self) -> tuple[FeedForward, ...]:

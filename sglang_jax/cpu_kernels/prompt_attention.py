@@ -46,12 +46,12 @@ from sglang_jax.cpu_kernels.prompt_tiles import (
 )
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
-FIELDS = "qqqqqqqqqqqqqqqqddqqq"
+FIELDS = "qqqqqqqqqqqqqqqqddqqqq"
 """Addresses of queries, key pages, value pages, output, page table, lengths, starts of sequences among the queries,
 sinks (or 0), items and scratch; slots of scratch; columns of the page table, kv heads, page size, slots from a kv head
 of a page to the next one (see `decode_attention`), window (or 0); scale, soft cap (or 0); for int8, the addresses that
-`decode_attention` takes. Items are int32 `[items, 4]`: a sequence, a kv head, its first token in the sequence and the
-one past its last."""
+`decode_attention` takes; and whether queries see all keys of their sequence, not only those up to their own. Items are
+int32 `[items, 4]`: a sequence, a kv head, its first token in the sequence and the one past its last."""
 
 KEYS = 64
 """Keys whose scores are in memory at once."""
@@ -145,6 +145,7 @@ def build_prompt_attention(
         kv_heads, page_size = work[FIRST_FIELD + 12], work[FIRST_FIELD + 13]
         head_slots, window = work[FIRST_FIELD + 14], work[FIRST_FIELD + 15]
         scale, soft_cap = float_field(work, FIRST_FIELD + 16), float_field(work, FIRST_FIELD + 17)
+        sees_all = work[FIRST_FIELD + 21] != 0
         slot = take(work, SLOT_COUNTER)
         if slot >= work[FIRST_FIELD + 10]:
             return
@@ -160,7 +161,7 @@ def build_prompt_attention(
             start = load(integers(work[FIRST_FIELD + 6]), sequence)
             count = load(integers(work[FIRST_FIELD + 6]), sequence + 1) - start
             first = load(integers(work[FIRST_FIELD + 5]), sequence) - count + token  # position of the first query
-            last = first + tokens
+            seen = load(integers(work[FIRST_FIELD + 5]), sequence) if sees_all else first + tokens
             begin = max(0, first - window + 1) if window > 0 else 0
             pages = integers(work[FIRST_FIELD + 4] + sequence * work[FIRST_FIELD + 11] * 4)
             page_bytes, in_page = kv_heads * head_slots * head_bytes, kv_head * head_slots * head_bytes
@@ -179,8 +180,8 @@ def build_prompt_attention(
             _start_softmax(largest, totals, rows, work[FIRST_FIELD + 7], kv_head, group)
 
             block = begin // KEYS * KEYS
-            while block < last:
-                low, high = max(begin - block, 0), min(KEYS, last - block)
+            while block < seen:
+                low, high = max(begin - block, 0), min(KEYS, seen - block)
                 staged, source = own + staged_keys_at, work[FIRST_FIELD + 1] + in_page
                 if integer:
                     scales = work[FIRST_FIELD + 18] + 4 * kv_head * head_slots
@@ -202,14 +203,14 @@ def build_prompt_attention(
                         pair_values(at, at + word_bytes, own + values_at + key * word_bytes, head_dim)
                 # Strips whose last query is before the block see none of its keys; nor do those whose windows start
                 # after it.
-                for strip in range(max(block - first, 0) * group // ROWS, strips):
+                for strip in range(0 if sees_all else max(block - first, 0) * group // ROWS, strips):
                     row = strip * ROWS
                     if window > 0 and block + KEYS <= first + row // group - window + 1:
                         continue
                     queries, weights = own + row * word_bytes, own + weights_at
                     _multiply(0, queries, head_dim, own + keys_at, KEYS, own + scores_at, packed, lanes, vectors)
                     for each in range(row, row + ROWS):
-                        seen_to = min(first + each // group + 1 - block, KEYS)
+                        seen_to = min((seen if sees_all else first + each // group + 1) - block, KEYS)
                         seen_from = max(first + each // group - window + 1 - block, 0) if window > 0 else 0
                         of_row = weights + (each - row) * weight_bytes
                         if each < rows and seen_from < seen_to:

@@ -1,6 +1,6 @@
 """Calls of attention from XLA's programs, over pages with the values of a head behind its keys: `[pages, kv_heads, 2,
-page_size, head_dim]`. Numbers other than sizes are the call's constants, int64: window (or 0), and the bits of two
-float64, the scale and the soft cap (or 0)."""
+page_size, head_dim]`. Numbers other than sizes are the call's constants, int64: window (or 0), the bits of two float64,
+the scale and the soft cap (or 0), and whether prompts are not causal."""
 
 from __future__ import annotations
 
@@ -115,6 +115,7 @@ def _fill_prompts(words, call, width, tokens):
     words[FIRST_FIELD + 9] = address(scratch)
     words[FIRST_FIELD + 10] = size(scratch, 0)
     _fill_options(words, FIRST_FIELD + 11, call, table, pages)
+    words[FIRST_FIELD + 21] = constants(call)[3]
     elements = (end - load(starts, first)) * size(queries, 1) * size(queries, 2) * _KEYS_OF_A_PROMPT
     return _threads(elements, blocks * kv_heads, size(scratch, 0))
 

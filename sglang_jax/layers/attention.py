@@ -129,6 +129,7 @@ class Attention(nnx.Module):
 
     def _options(self) -> AttentionOptions:
         return AttentionOptions(
+            causal=self.config.causal,
             window=self.config.window,
             soft_cap=self.config.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
@@ -184,6 +185,8 @@ def write_and_attend(
     ) -> tuple[jax.Array, jax.Array]:
         slots, plan = batch.write_slots, batch.write_plan
         kv_pages = write_kv(implementation, kv_pages, keys, values, slots, plan=plan, options=options)
+        if implementation.for_tpu and not options.causal:
+            batch, options = batch.seeing_all(), replace(options, causal=True)
         attend = partial(ragged_paged_attention, implementation) if kernels is None else kernels
         return attend(queries, kv_pages, batch, scale=scale, options=options), kv_pages
 

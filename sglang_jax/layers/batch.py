@@ -59,8 +59,8 @@ class ForwardBatch:
         return replace(self, write_slots=pages.write_slots, page_table=pages.page_table, further=())
 
     def seeing_all(self) -> ForwardBatch:
-        """The batch as attention that is not causal takes it: each token is a sequence, which sees all keys of its
-        text. These are written before."""
+        """The batch for causal attention in place of attention that is not: each token is a sequence, which sees all
+        keys of its text. These are written before."""
         places, total = jnp.arange(len(self.tokens), dtype=jnp.int32), self.query_starts[-1]
         ends = self.query_starts[1:]
         sequences = jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)

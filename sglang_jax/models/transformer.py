@@ -223,8 +223,6 @@ class Transformer(nnx.Module):
             with_write_plan(self.attention, batch.of_group(group), written[self.group_of_layer.index(group)].pages)
             for group in range(self.num_groups)
         ]
-        if not self.config.causal:
-            batches = [own.seeing_all() for own in batches]
         states = replace(batch, further=())
         for number, layer in enumerate(self.layers):
             group, attention = self.group_of_layer[number], layer.config.attention

@@ -38,6 +38,7 @@ class Case:
     query_type: str = "float32"
     shared: bool = False
     """Values are the keys."""
+    causal: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,14 @@ def softmax_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
+    causal: bool = True,
 ) -> np.ndarray:
     """Queries `[q, kv_heads, group, d]` at the last positions of keys and values `[k, kv_heads, d]`; sinks
     `[kv_heads, group]`."""
     if not len(keys):
         return np.zeros_like(queries)
     distance = np.arange(len(keys) - len(queries), len(keys))[:, None] - np.arange(len(keys))
-    hidden = (distance < 0) | (distance >= (window or len(keys)))
+    hidden = ((distance < 0) & causal) | (distance >= (window or len(keys)))
     scores = np.einsum("qhgd,khd->hgqk", queries, keys, dtype=np.float64) * scale
     if soft_cap is not None:
         scores = soft_cap * np.tanh(scores / soft_cap)
@@ -116,6 +118,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
             window=case.window,
             soft_cap=case.soft_cap,
             sinks=sinks,
+            causal=case.causal,
         )
         place += count
     padding = case.rows - len(case.kv_lens)
@@ -129,6 +132,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
         num_decode=jnp.int32(case.num_decode),
     )
     options = AttentionOptions(
+        causal=case.causal,
         window=case.window,
         soft_cap=case.soft_cap,
         sinks=None if sinks is None else jnp.asarray(sinks.reshape(-1)),

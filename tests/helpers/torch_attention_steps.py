@@ -34,6 +34,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    causal: bool = True
 
     @property
     def rows(self) -> int:
@@ -55,12 +56,14 @@ def softmax_attention(
     values: NDArray[np.float64],
     options: AttentionOptions,
     common: NDArray[np.float64] | float = 0.0,
+    *,
+    causal: bool = True,
 ) -> NDArray[np.float64]:
     """Queries `[q, kv_heads, group, d]` at the last positions of keys and values `[k, kv_heads, d]`; `common`
     `[kv_heads, group, q, 1]` is added to their products."""
     positions = np.arange(len(keys) - len(queries), len(keys))[:, None]
     distances = positions - np.arange(len(keys))
-    hidden = distances < 0
+    hidden = (distances < 0) & causal
     if options.window is not None:
         hidden |= distances >= options.window
     scores = (np.einsum("qhgd,khd->hgqk", queries, keys) + common) * options.scale
@@ -99,7 +102,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
         for stored in (kv.keys, kv.values):
             stored[pages[:before]] = torch.nan
         queries.append(asked)
-        expected.append(softmax_attention(asked.double().numpy(), keys, values, options))
+        expected.append(softmax_attention(asked.double().numpy(), keys, values, options, causal=case.causal))
     padded = (case.padding, case.kv_heads, case.group, case.head_dim)
     queries.append(torch.ones(padded, dtype=case.dtype))
     expected.append(np.zeros(padded))
@@ -113,6 +116,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
         kv_lens=torch.tensor([*case.kv_lens, *[0] * case.padding], dtype=torch.int32),
         query_starts=torch.from_numpy(starts),
         num_decode=case.num_decode + case.padding,
+        causal=case.causal,
     )
     flat = (tokens, case.kv_heads * case.group, case.head_dim)
     return Step(torch.cat(queries).reshape(flat), kv, batch, options, np.concatenate(expected).reshape(flat))

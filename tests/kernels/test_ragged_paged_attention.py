@@ -61,6 +61,7 @@ def check(implementation: Implementation, case: Case, seed: int = 0) -> None:
 
 
 MIXED = Case(kv_lens=(9, 1, 30, 7), query_lens=(1, 1, 13, 7), num_decode=2, tokens=32, rows=6)
+WHOLE = Case((1, 1, 30, 300), (1, 1, 30, 300), num_decode=2, tokens=352, rows=6, page_size=16, causal=False)
 DECODE = Case(kv_lens=(9, 1, 30, 140), query_lens=(1, 1, 1, 1), num_decode=4, tokens=8, rows=8)
 
 
@@ -91,6 +92,18 @@ def test_page_sizes_and_their_edges(implementation: Implementation, page_size: i
         query_lens = tuple(1 if row < num_decode else min(length, 40) for row, length in enumerate(kv_lens))
         case = Case(kv_lens, query_lens, num_decode, 160, rows=5, group=1, page_size=page_size, columns=5)
         check(implementation, case)
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, AttentionImplementation.XLA_FIXED])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_texts_whose_tokens_see_all_others(implementation: Implementation, soft_cap: float | None) -> None:
+    check(implementation, replace(WHOLE, soft_cap=soft_cap, sinks=soft_cap is not None))
+
+
+def test_texts_whose_tokens_see_all_others_as_decode_rows() -> None:
+    step = make_step(WHOLE)
+    causal = replace(step, batch=step.batch.seeing_all(), options=replace(step.options, causal=True))
+    np.testing.assert_allclose(attend(AttentionImplementation.XLA, causal), step.expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -12,6 +12,7 @@ from helpers.latent_steps import LATENTS, Numbers, make_latent_step
 from helpers.torch_attention_steps import Case, error, make_step
 
 from torch_backend.attention import latent
+from torch_backend.attention.fixed import BlockAttention
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, LatentHeads
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
@@ -27,6 +28,7 @@ MIXED = Case(kv_lens=(9, 1, 30, 7, 5), query_lens=(1, 1, 13, 7, 1), num_decode=2
 PREFILL = Case(kv_lens=(75, 64, 3), query_lens=(75, 20, 2), num_decode=0)
 ALIKE = Case(kv_lens=(20, 9, 20, 9, 20, 6, 6), query_lens=(6, 1, 6, 2, 6, 6, 6), num_decode=0)
 PADDED = Case(kv_lens=(9, 12), query_lens=(1, 1), num_decode=2, padding=2)
+WHOLE = Case(kv_lens=(1, 1, 30, 600, 30, 2), query_lens=(1, 1, 30, 600, 30, 2), num_decode=2, causal=False)
 STEPS = {"decode": DECODE, "padded": PADDED, "mixed": MIXED, "prefill": PREFILL, "alike": ALIKE}
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda it: type(it).__name__)
@@ -49,6 +51,12 @@ def test_page_sizes(implementation: AttentionImplementation, case: Case, page_si
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 64), (1, 9, 80), (3, 3, 96), (2, 4, 128)])
 def test_heads(implementation: AttentionImplementation, case: Case, kv_heads: int, group: int, head_dim: int) -> None:
     check(implementation, replace(case, kv_heads=kv_heads, group=group, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, BlockAttention()], ids=lambda it: type(it).__name__)
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_texts_whose_tokens_see_all_others(implementation: AttentionImplementation, soft_cap: float | None) -> None:
+    check(implementation, replace(WHOLE, soft_cap=soft_cap))
 
 
 @every_implementation

@@ -25,6 +25,7 @@ summed."""
 
 MIXED = Case(kv_lens=(9, 1, 30, 7, 5), query_lens=(1, 1, 13, 7, 1), num_decode=2)
 PROMPTS = Case(kv_lens=(75, 64, 3, 400), query_lens=(75, 20, 2, 333), num_decode=0)
+WHOLE = Case(kv_lens=(1, 1, 30, 64, 333), query_lens=(1, 1, 30, 64, 333), num_decode=2, causal=False)
 STEPS = {"mixed": MIXED, "prompts": PROMPTS}
 
 
@@ -80,6 +81,12 @@ def test_heads_larger_than_the_sums_of_a_row_but_not_twice_as_large() -> None:
 def test_options(kernel: Kernel, window: int | None, soft_cap: float | None, sinks: bool) -> None:
     for case in (MIXED, PROMPTS):
         check(replace(case, window=window, soft_cap=soft_cap, sinks=sinks), kernel)
+
+
+@every_kernel
+def test_texts_whose_tokens_see_all_others(kernel: Kernel) -> None:
+    for soft_cap, sinks in ((None, False), (1.5, True)):
+        check(replace(WHOLE, soft_cap=soft_cap, sinks=sinks), kernel)
 
 
 @every_kernel

@@ -88,6 +88,7 @@ class CpuPrompts:
             options.scale,
             options.soft_cap or 0.0,
             *scales_of(kv),
+            not batch.causal,
         )
 
 

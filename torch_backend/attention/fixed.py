@@ -39,7 +39,7 @@ class ChunksOnly:
     chunks: AttentionImplementation
 
     def prepare(self, batch: ForwardBatch) -> StepAttention:
-        return self.chunks.prepare(replace(batch, num_decode=0))
+        return self.chunks.prepare(replace(batch.as_causal(), num_decode=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class DecodeRowsOnly:
     decode: AttentionImplementation
 
     def prepare(self, batch: ForwardBatch) -> StepAttention:
+        batch = batch.as_causal()
         if batch.decode_only:
             return self.decode.prepare(batch)
         tokens = len(batch.tokens)
@@ -71,7 +72,7 @@ class BlockAttention:
     its sums as they are, bit for bit. Reads lengths on the host."""
 
     def prepare(self, batch: ForwardBatch) -> BlockStep:
-        return BlockStep(batch)
+        return BlockStep(batch.as_causal())
 
 
 @dataclass(frozen=True, slots=True)

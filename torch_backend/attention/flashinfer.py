@@ -65,7 +65,7 @@ class FlashInferAttention:
 
     def prepare(self, batch: ForwardBatch) -> FlashInferStep:
         """Reads the lengths; plans at the first layer of each form."""
-        return FlashInferStep(self, batch)
+        return FlashInferStep(self, batch.as_causal())
 
     def decode_wrapper(self, form: _Form) -> Any:
         """The wrapper for rows of one query. It uses tensor cores, whose kernels support groups of every size."""

@@ -1,4 +1,4 @@
-"""Causal attention over pages: the interface of all implementations."""
+"""Attention over pages: the interface of all implementations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LatentHeads:
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """Options of a layer's attention. Query i of a sequence, at position p, sees key j iff `j <= p` and, with a window,
-    `p - j < window`.
+    `p - j < window`; or every key, if the batch is not causal. That excludes windows.
 
     - `scale`: multiplies the scores. `window`: maximum keys that a query sees; None for all before it.
     - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` before the mask; None for no cap.

@@ -106,7 +106,7 @@ class _Plan:
         self._form = form
         self._kv_heads = kv.keys.shape[1]
         self._gather = PageGather(group, batch, kv, form.window)
-        self._blocks = self._make_blocks(kv.keys.device)
+        self._blocks = self._make_blocks(kv.keys.device) if batch.causal else self._whole_blocks()
 
     def attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         """Queries of the group `[tokens, heads, head_dim]` → outputs, contiguous."""
@@ -176,6 +176,15 @@ class _Plan:
             return None
         sinks = options.sinks.view(self._kv_heads, -1).repeat(len(self.group.lens), 1)
         return sinks[:, None, :, None] if self.group.count == 1 else sinks[:, :, None, None]
+
+    def _whole_blocks(self) -> list[_Block]:
+        """Blocks whose queries see all keys: sequences are whole, and those of one token see only that."""
+        group = self.group
+        size = _EXPLICIT_QUERIES_PER_BLOCK if self._form.explicit else _QUERIES_PER_BLOCK
+        firsts = range(0, group.count, size)
+        return [
+            _Block(slice(first, min(first + size, group.count)), group.longest, None, causal=False) for first in firsts
+        ]
 
     def _make_blocks(self, device: torch.device) -> list[_Block]:
         group, window = self.group, self._form.window

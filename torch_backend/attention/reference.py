@@ -37,7 +37,8 @@ class ReferenceStep:
         for sequence, kv_len in enumerate(batch.kv_lens.tolist()):
             mine = slice(starts[sequence], starts[sequence + 1])
             keys, values = gather_pages(kv, batch.page_table[sequence])
-            output[mine] = attend(queries[mine].float(), keys, values, kv_len, options).to(queries.dtype)
+            found = attend(queries[mine].float(), keys, values, kv_len, options, causal=batch.causal)
+            output[mine] = found.to(queries.dtype)
         return output
 
 
@@ -65,14 +66,20 @@ def _gather_integers(kv: KVPages, scales: TokenScales, pages: torch.Tensor) -> t
 
 
 def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kv_len: int, options: AttentionOptions
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    kv_len: int,
+    options: AttentionOptions,
+    *,
+    causal: bool = True,
 ) -> torch.Tensor:
     """Attention of the last queries `[q, heads, head_dim]` of a sequence whose first `kv_len` slots are keys; 0 for a
     query that sees no key. Keys and values are `[kv_heads, slots, head_dim]`, all float32."""
     heads, kv_heads, slots = queries.shape[1], keys.shape[0], keys.shape[1]
     positions = kv_len - queries.shape[0] + torch.arange(queries.shape[0], device=queries.device)[:, None]
     places = torch.arange(slots, device=queries.device)
-    visible = (places <= positions) & (places < kv_len)
+    visible = ((places <= positions) | (not causal)) & (places < kv_len)
     if options.window is not None:
         visible &= positions - places < options.window
 

@@ -21,7 +21,7 @@ class TritonAttention:
 
     def prepare(self, batch: ForwardBatch) -> TritonStep:
         """Plans at the first layer of each kind, because windows differ between layers."""
-        return TritonStep(batch, self._chip)
+        return TritonStep(batch.as_causal(), self._chip)
 
 
 class TritonStep:

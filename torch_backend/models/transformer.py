@@ -227,7 +227,7 @@ class Transformer(nn.Module):
         memory of each layer."""
         batches = [batch.of_group(group) for group in range(self._num_groups)]
         if not self.config.causal:
-            batches = [own.seeing_all() for own in batches]
+            batches = [replace(own, causal=False) for own in batches]
         rotations = [tables(batch.positions) for tables in self._rotary]
         found = [embedding(batch.tokens) for embedding in self.embeddings]
         x = self._parallel.all_reduce(torch.stack(found) if self._in_shards else found[0])

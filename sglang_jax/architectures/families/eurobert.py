@@ -17,10 +17,10 @@ def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
     bias = fields.boolean("attention_bias") or False
     layer = common.pre_norm_layer(
-        replace(common.attention(), bias=bias, out_bias=bias),
+        replace(common.attention(), causal=False, bias=bias, out_bias=bias),
         common.feed_forward(bias=fields.boolean("mlp_bias") or False),
     )
-    return replace(common.model(_NAME, [layer] * common.num_layers), causal=False)
+    return common.model(_NAME, [layer] * common.num_layers)
 
 
 FAMILY = Family(name=_NAME, class_name="EuroBertForMaskedLM", configure=configure, classifier=None)

@@ -39,6 +39,8 @@ class AttentionConfig:
     - `rope`: None for a layer without positions.
     - `interleaved_rope`: the checkpoint's rotary pairs are adjacent; rows are rearranged into halves when loaded.
     - `window`: maximum keys that a query attends to, its own included; None for all.
+    - `causal`: a query attends to keys up to its own. Otherwise it attends to all keys of its text, which is computed
+      in one step; `window` is then None.
     - `sinks`: each head has a learnt score that is added to the softmax's denominator, without a value.
     - `value_norm`: each head's value is divided by its root mean square; the norm has no weight.
     - `output_gate`: each head's output is multiplied by the sigmoid of a projection of the input; in a checkpoint,
@@ -54,6 +56,7 @@ class AttentionConfig:
     rope: RopeConfig | None
     interleaved_rope: bool = False
     window: int | None = None
+    causal: bool = True
     soft_cap: float | None = None
     sinks: bool = False
     qk_norm: QKNorm | None = None

@@ -1,4 +1,4 @@
-"""Causal attention of a step's tokens over the pages of their sequences, decode rows and prefill chunks in one call."""
+"""Attention of a step's tokens over the pages of their sequences, decode rows and prefill chunks in one call."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ def ragged_paged_attention(
     scale: float,
     options: AttentionOptions = _NO_OPTIONS,
 ) -> jax.Array:
-    """Softmax attention of each query over the keys at or before its own position. The keys and values of the step's
-    tokens must be in the pages already; unused slots may hold anything. Scores, softmax and sums are float32.
+    """Softmax attention of each query over the keys at or before its own position, or over all keys of its sequence
+    (see `AttentionOptions.causal`). The keys and values of the step's tokens must be in the pages already; unused slots
+    may hold anything. Scores, softmax and sums are float32.
 
     `queries` `[T, heads, head_dim]`: heads that share a kv head are adjacent; `kv_pages` `[num_pages, kv_heads, parts,
     page_size, lanes]`: see `kernels.kv_storage`; `scale` multiplies the scores. Returns `[T, heads, head_dim]` in the

@@ -105,7 +105,7 @@ def _sinks(options: AttentionOptions) -> jax.Array:
 def _constants(scale: float, options: AttentionOptions) -> np.ndarray:
     """As `cpu_kernels.xla_attention` reads them."""
     numbers = np.array([scale, options.soft_cap or 0.0], np.float64)
-    return np.array([options.window or 0, *numbers.view(np.int64)], np.int64)
+    return np.array([options.window or 0, *numbers.view(np.int64), not options.causal], np.int64)
 
 
 def _without_others(output: jax.Array, num_decode: jax.Array) -> jax.Array:

@@ -27,8 +27,10 @@ class Sequences(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of models. Absent ones cost nothing: `window`, `soft_cap` and the presence of arrays are static.
+    """Options of models. Absent ones cost nothing: all but the values of arrays is static.
 
+    - `causal`: a query sees keys up to its own. Otherwise it sees all of its sequence, which has no keys of earlier
+      steps; kernels for TPU do not support that (see `ForwardBatch.seeing_all`).
     - `window`: a query sees the last `window` keys up to its own, itself included.
     - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2).
     - `sinks`: float32 `[heads]`, a score per head that joins the softmax without a value (gpt-oss).
@@ -36,6 +38,7 @@ class AttentionOptions:
     - `unread`: bool `[R]`, rows of several tokens that XLA attention skips; their output is 0.
     """
 
+    causal: bool = field(default=True, metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
     sinks: jax.Array | None = None
@@ -45,5 +48,7 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}")
+        if self.window is not None and not self.causal:
+            raise ValueError(f"attention that is not causal has no window, got {self.window}")
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")

@@ -19,7 +19,8 @@ def reference_attention(
     ends = batch.query_starts[1:]
     real = places < batch.query_starts[-1]
     sequences = jnp.where(real, jnp.searchsorted(ends, places, side="right"), 0)
-    positions = (batch.kv_lens[sequences] - (ends[sequences] - places))[:, None]
+    behind = ends[sequences] - places if options.causal else 1
+    positions = (batch.kv_lens[sequences] - behind)[:, None]
 
     pages = batch.page_table[sequences]
     keys, values = gather_kv(kv_pages, pages, head_dim, options.kv_scales)  # [T, kv_heads, slots, head_dim]

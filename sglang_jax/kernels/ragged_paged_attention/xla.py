@@ -142,7 +142,10 @@ def _prefill(
         blocks = -(-lengths[sequence] // width)
         first = starts[sequence] + (blocks - blocks_left) * width
         places = first + jnp.arange(width)
-        positions = batch.kv_lens[sequence] - ends[sequence] + places
+        if options.causal:
+            positions = batch.kv_lens[sequence] - ends[sequence] + places
+        else:
+            positions = jnp.full_like(places, batch.kv_lens[sequence] - 1)
         mine = jax.lax.dynamic_slice_in_dim(queries, first, width)
         keys_seen = jnp.minimum(positions[-1] + 1, batch.kv_lens[sequence])
         found = _one_sequence(mine, kv_pages, page_table[sequence], positions, keys_seen, options, fixed=fixed)
