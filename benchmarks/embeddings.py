@@ -89,16 +89,16 @@ def copy_model(source: Path, folder: Path) -> None:
 
 
 class Texts:
-    """Random texts of words that are one token each."""
+    """Random texts of at most `longest` words that are one token each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, longest: int = LONGEST) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab()
         spaced = {token[1:] for token in vocabulary if token[0] == "Ġ"}
         self._words = sorted(word for word in spaced or vocabulary if word.isalpha() and word.isascii())
-        self._longest = min(LONGEST, open_checkpoint(str(folder)).config.max_position - SPECIAL)
+        self._longest = longest
 
     def make(self, batch: int, run: int) -> list[str]:
         """Texts of the same lengths in every run, that share no prefix with those of any other run."""
@@ -203,10 +203,11 @@ def main() -> None:
             save_model(folder)
         else:
             copy_model(arguments.model, folder)
-        texts = Texts(folder)
+        model = open_checkpoint(str(folder)).config
+        texts = Texts(folder, min(LONGEST, model.max_position - SPECIAL))
         title = f"Vectors of {arguments.batch} texts, {texts.count(texts.make(arguments.batch, 0))} tokens"
         machine = describe() | {"cores used": len(os.sched_getaffinity(0))}
-        name = "SmolLM2-135M" if arguments.model is None else open_checkpoint(str(folder)).config.describe()
+        name = "SmolLM2-135M" if arguments.model is None else model.describe()
         print_title(f"{title}, {name}, {arguments.turns} turns", machine)
         for dtype in dtypes:
             with ExitStack() as stack:
