@@ -47,8 +47,9 @@ def _rows(fields: JsonFields) -> int:
 def _configure(family: str, fields: JsonFields, learnt: LearntPositions, defaults: Defaults) -> ModelConfig:
     """Reads a config.json. `learnt`: without the number of token types. Raises `CheckpointError` for missing, mistyped
     or unsupported fields."""
-    common = CommonFields.read(fields, defaults)
     _check_is_encoder(fields)
+    _check_heads(fields)
+    common = CommonFields.read(fields, defaults)
     if learnt.rows <= learnt.first:
         raise CheckpointError(
             f"{fields.file}: max_position_embeddings is {learnt.rows}; it must be more than {learnt.first}, the row of "
@@ -67,12 +68,7 @@ def _configure(family: str, fields: JsonFields, learnt: LearntPositions, default
 
 
 def _attention(common: CommonFields) -> AttentionConfig:
-    head_dim, rest = divmod(common.hidden_size, common.num_heads)
-    if rest:
-        raise CheckpointError(
-            f"{common.fields.file}: hidden_size ({common.hidden_size}) must be a multiple of num_attention_heads "
-            f"({common.num_heads})"
-        )
+    head_dim = common.hidden_size // common.num_heads
     return AttentionConfig(
         num_heads=common.num_heads,
         num_kv_heads=common.num_heads,
@@ -104,6 +100,14 @@ def _check_is_encoder(fields: JsonFields) -> None:
     for field in ("is_decoder", "add_cross_attention"):
         if fields.boolean(field):
             raise CheckpointError(f"{fields.file}: {field} is true; only false is supported")
+
+
+def _check_heads(fields: JsonFields) -> None:
+    hidden, heads = fields.required_integer("hidden_size"), fields.required_integer("num_attention_heads")
+    if hidden % heads:
+        raise CheckpointError(
+            f"{fields.file}: hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})"
+        )
 
 
 def _name(tensor: str, *, after_first: str | None = None, in_last_layer: bool = False) -> TensorName:

@@ -288,3 +288,18 @@ def test_configs_without_a_common_format_are_not_written(name: str, tmp_path: Pa
 
     with pytest.raises(CheckpointError, match=r"cannot be made from a GGUF file: take the model's Hugging Face"):
         write_hf_config(configured(tmp_path, name), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_attention_heads": 24}, r"hidden_size \(4096\) must be a multiple of num_attention_heads \(24\)"),
+        ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported; supported: gelu, relu"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key' is not supported"),
+        ({"is_decoder": True}, "is_decoder is true"),
+        ({"max_position_embeddings": 2}, "max_position_embeddings is 2; it must be more than 2"),
+    ],
+)
+def test_encoders_of_another_form(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        configured(tmp_path, "roberta", **values)
