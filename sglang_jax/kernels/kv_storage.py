@@ -92,10 +92,15 @@ def write_kv(
 
 
 def gather_kv(
-    kv_pages: jax.Array, pages: jax.Array, head_dim: int, kv_scales: jax.Array | None = None
+    kv_pages: jax.Array,
+    pages: jax.Array,
+    head_dim: int,
+    kv_scales: jax.Array | None = None,
+    value_dim: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers keys and values of `pages` int32 `[..., n]`, in the order of their tokens: two float32 arrays `[...,
-    kv_heads, n * page_size, head_dim]`. Unwritten slots may hold NaN. `kv_scales`: float32 `[kv_heads, 2]`."""
+    kv_heads, n * page_size, head_dim]`. Unwritten slots may hold NaN. `kv_scales`: float32 `[kv_heads, 2]`;
+    `value_dim`: see `AttentionOptions`, the size of values then."""
     _, kv_heads, parts, page_size, lanes = kv_pages.shape
     *rows, count = pages.shape
     shared = parts == 1 and 2 * head_dim > lanes
@@ -108,4 +113,4 @@ def gather_kv(
         return numbers if kv_scales is None else numbers * kv_scales[:, part, None, None]
 
     keys = gather(KEYS)
-    return keys, keys if shared else gather(VALUES)
+    return keys, keys[..., :value_dim] if shared else gather(VALUES)[..., :value_dim]

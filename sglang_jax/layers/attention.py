@@ -166,9 +166,9 @@ def write_and_attend(
     options: AttentionOptions,
     kernels: CpuAttention | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Stores a step's keys and values, and computes attention (see `ragged_paged_attention`): `[T, heads, head_dim]`,
-    and the pages after the write. Under a mesh, kernels run on each device for its heads, with its shard of the
-    options, since the compiler shards operations but not kernels.
+    """Stores a step's keys and values, and computes attention (see `ragged_paged_attention`): `[T, heads,
+    value_dim or head_dim]`, and the pages after the write. Under a mesh, kernels run on each device for its heads, with
+    its shard of the options, since the compiler shards operations but not kernels.
 
     `queries` `[T, heads, head_dim]`; `keys`, `values` `[T, kv_heads, head_dim]`; `kv_pages`: see `kernels.kv_storage`.
     If `values` is None, they are the keys, which every device has. `kernels`: compute attention instead of

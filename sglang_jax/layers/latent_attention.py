@@ -122,9 +122,9 @@ def attend_latents(
         kv_pages,
         batch,
         scale=config.scale,
-        options=AttentionOptions(unread=expanded),
+        options=AttentionOptions(value_dim=config.latent, unread=expanded),
     )
-    values = by_head("thl,hvl->htv", attended[..., : config.latent], value_up)
+    values = by_head("thl,hvl->htv", attended, value_up)
     if expanded is not None:  # each is 0 for rows of the other form
         asked = jnp.concatenate([plain, rotated], axis=-1)
         values += expanded_attention(asked, kv_pages, batch, expanded, key_up, value_up, scale=config.scale)

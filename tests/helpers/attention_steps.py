@@ -36,9 +36,13 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     query_type: str = "float32"
-    shared: bool = False
-    """Values are the keys."""
+    value_dim: int | None = None
+    """If set, values are the first numbers of the keys."""
     causal: bool = True
+
+    @property
+    def shared(self) -> bool:
+        return self.value_dim is not None
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def softmax_attention(
     """Queries `[q, kv_heads, group, d]` at the last positions of keys and values `[k, kv_heads, d]`; sinks
     `[kv_heads, group]`."""
     if not len(keys):
-        return np.zeros_like(queries)
+        return np.zeros((*queries.shape[:3], values.shape[2]), queries.dtype)
     distance = np.arange(len(keys) - len(queries), len(keys))[:, None] - np.arange(len(keys))
     hidden = ((distance < 0) & causal) | (distance >= (window or len(keys)))
     scores = np.einsum("qhgd,khd->hgqk", queries, keys, dtype=np.float64) * scale
@@ -96,7 +100,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
     scales = rng.uniform(0.01, 0.03, (case.kv_heads, 2)).astype(np.float32) if storage.itemsize == 1 else None
     sinks = rng.standard_normal((case.kv_heads, case.group)).astype(np.float32) if case.sinks else None
     scale = case.head_dim**-0.5
-    expected = np.zeros_like(queries)
+    expected = np.zeros((*queries.shape[:3], case.value_dim or case.head_dim), np.float32)
     place = 0
     for row, (length, count) in enumerate(zip(case.kv_lens, case.query_lens, strict=True)):
         stored = rng.standard_normal((length, case.kv_heads, sides, case.head_dim)).astype(np.float32)
@@ -113,7 +117,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
         expected[mine] = softmax_attention(
             queries[mine],
             keys_values[:, :, 0],
-            keys_values[:, :, sides - 1],
+            keys_values[:, :, sides - 1, : case.value_dim],
             scale,
             window=case.window,
             soft_cap=case.soft_cap,
@@ -135,14 +139,14 @@ def make_step(case: Case, seed: int = 0) -> Step:
         causal=case.causal,
         window=case.window,
         soft_cap=case.soft_cap,
+        value_dim=case.value_dim,
         sinks=None if sinks is None else jnp.asarray(sinks.reshape(-1)),
         kv_scales=None if scales is None else jnp.asarray(scales),
     )
-    flat = (case.tokens, case.kv_heads * case.group, case.head_dim)
+    flat = (case.tokens, case.kv_heads * case.group)
     pages = to_storage(jnp.asarray(_tile(kv_pages) if case.tiled else kv_pages), storage)
-    return Step(
-        jnp.asarray(queries.reshape(flat), case.query_type), pages, batch, options, scale, expected.reshape(flat)
-    )
+    asked = jnp.asarray(queries.reshape(*flat, -1), case.query_type)
+    return Step(asked, pages, batch, options, scale, expected.reshape(*flat, -1))
 
 
 def _tile(plain: np.ndarray) -> np.ndarray:

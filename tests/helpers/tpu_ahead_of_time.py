@@ -36,8 +36,8 @@ _ENVIRONMENT = {
 class Kernel:
     """Attention over pages of this form, for a decode step (as many tokens as rows) or a mixed one, after a write.
 
-    `blocks`: pages of each block of keys, and queries of each program, instead of the chosen ones. `shared`: values are
-    also the keys, as in latent attention.
+    `blocks`: pages of each block of keys, and queries of each program, instead of the chosen ones. `value_dim`: of
+    latent attention, whose values are the first numbers of the keys.
     """
 
     heads: int = 32
@@ -52,7 +52,7 @@ class Kernel:
     soft_cap: float | None = None
     sinks: bool = False
     scales: bool = False
-    shared: bool = False
+    value_dim: int | None = None
     blocks: tuple[int, int] | None = None
     checked: bool = False
     fixed: bool = False
@@ -246,12 +246,15 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
         options = AttentionOptions(
             window=kernel.window,
             soft_cap=kernel.soft_cap,
+            value_dim=kernel.value_dim,
             sinks=array((kernel.heads,), "float32") if kernel.sinks else None,
             kv_scales=array((kernel.kv_heads, 2), "float32") if kernel.scales else None,
         )
         activations = "float32" if kernel.storage == "float32" else "bfloat16"
         fresh = array((kernel.tokens, kernel.kv_heads, kernel.head_dim), activations)
-        shape = page_shape(256, kernel.kv_heads, kernel.page_size, kernel.head_dim, tiled=True, shared=kernel.shared)
+        shape = page_shape(
+            256, kernel.kv_heads, kernel.page_size, kernel.head_dim, tiled=True, shared=kernel.value_dim is not None
+        )
         queries = array((kernel.tokens, kernel.heads, kernel.head_dim), activations)
         if kernel.blocks is not None:
             own = Shape.of(
@@ -269,7 +272,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
                 array(shape, kernel.storage),
                 queries,
                 fresh,
-                None if kernel.shared else fresh,
+                None if kernel.value_dim is not None else fresh,
                 batch,
                 options,
             )

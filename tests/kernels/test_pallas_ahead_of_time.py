@@ -48,12 +48,12 @@ MORE = [
     Kernel(storage="float8_e4m3fn", scales=True, tokens=256, rows=8),
     Kernel(storage="float8_e5m2", scales=True, page_size=16),
     # Latent vectors of DeepSeek, of 16 heads and of all; keys and values of the same width.
-    Kernel(heads=16, kv_heads=1, head_dim=576, shared=True, tokens=512, rows=16),
-    Kernel(heads=128, kv_heads=1, head_dim=576, shared=True),
+    Kernel(heads=16, kv_heads=1, head_dim=576, value_dim=512, tokens=512, rows=16),
+    Kernel(heads=128, kv_heads=1, head_dim=576, value_dim=512),
     Kernel(heads=16, kv_heads=1, head_dim=640, tokens=512, rows=16),
     replace(LLAMA_8B, fixed=True),
     Kernel(storage="int8", scales=True, page_size=32, window=1000, tokens=256, rows=8, fixed=True),
-    Kernel(heads=16, kv_heads=1, head_dim=576, shared=True, tokens=256, rows=16, fixed=True),
+    Kernel(heads=16, kv_heads=1, head_dim=576, value_dim=512, tokens=256, rows=16, fixed=True),
 ]
 
 
@@ -189,7 +189,7 @@ def check_states(kernels: list[StateKernel], outcomes: list[Outcome]) -> None:
 def check(kernels: list[Kernel], outcomes: list[Outcome]) -> None:
     for kernel, outcome in zip(kernels, outcomes, strict=True):
         assert outcome.error is None, (kernel, outcome.error)
-        parts = 1 if kernel.shared else 2
+        parts = 1 if kernel.value_dim is not None else 2
         parts_and_lanes = 128 if 2 * kernel.head_dim <= 128 else parts * -(-kernel.head_dim // 128) * 128
         itemsize = {"float32": 4, "bfloat16": 2}.get(kernel.storage, 1)
         pages = 256 * kernel.kv_heads * kernel.page_size * parts_and_lanes * itemsize

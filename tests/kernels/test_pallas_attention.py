@@ -226,7 +226,7 @@ FORMS = {
     "three per kv head, packed": heads(1, 3, 64, 16, **BFLOAT16),
     "one per kv head, int8": heads(3, 1, 80, 32, **BFLOAT16 | {"storage": "int8"}),
     "four per kv head, wide": heads(1, 4, 256, 128),
-    "latent vectors": heads(1, 16, 576, 16, shared=True),
+    "latent vectors": heads(1, 16, 576, 16, value_dim=512),
 }
 
 
@@ -270,7 +270,7 @@ ANY_FORM = {
     "a window, a soft cap, sinks": replace(IN_ANY_CHUNK, kv_heads=1, window=70, soft_cap=0.7, sinks=True),
     "bfloat16": replace(IN_ANY_CHUNK, **BFLOAT16),
     "int8, a window": replace(IN_ANY_CHUNK, **BFLOAT16 | {"storage": "int8"}, window=70),
-    "latent vectors": replace(IN_ANY_CHUNK, kv_heads=1, group=16, head_dim=576, shared=True),
+    "latent vectors": replace(IN_ANY_CHUNK, kv_heads=1, group=16, head_dim=576, value_dim=512),
 }
 PARTS = (
     {0: (0, 15), 1: (0, 2)},

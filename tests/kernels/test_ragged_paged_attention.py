@@ -81,7 +81,7 @@ def test_heads(implementation: Implementation, group: int, head_dim: int) -> Non
 @pytest.mark.parametrize("implementation", OF_JAX)
 @pytest.mark.parametrize("case", [MIXED, DECODE], ids=["mixed", "decode"])
 def test_values_may_be_a_slice_of_the_keys(implementation: Implementation, case: Case) -> None:
-    check(implementation, replace(case, kv_heads=1, group=4, head_dim=72, shared=True))
+    check(implementation, replace(case, kv_heads=1, group=4, head_dim=72, value_dim=48))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

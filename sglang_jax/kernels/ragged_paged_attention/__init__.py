@@ -90,8 +90,8 @@ def ragged_paged_attention(
     may hold anything. Scores, softmax and sums are float32.
 
     `queries` `[T, heads, head_dim]`: heads that share a kv head are adjacent; `kv_pages` `[num_pages, kv_heads, parts,
-    page_size, lanes]`: see `kernels.kv_storage`; `scale` multiplies the scores. Returns `[T, heads, head_dim]` in the
-    type of `queries`, 0 for padding. Raises as `pallas_attention`.
+    page_size, lanes]`: see `kernels.kv_storage`; `scale` multiplies the scores. Returns `[T, heads, value_dim or
+    head_dim]` in the type of `queries`, 0 for padding. Raises as `pallas_attention`.
     """
     match implementation:
         case AttentionImplementation.REFERENCE:

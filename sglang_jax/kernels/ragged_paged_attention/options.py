@@ -35,12 +35,15 @@ class AttentionOptions:
     - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2).
     - `sinks`: float32 `[heads]`, a score per head that joins the softmax without a value (gpt-oss).
     - `kv_scales`: float32 `[kv_heads, 2]`, the factors of stored keys (0) and values (1).
+    - `value_dim`: the values are the first numbers of the keys, as many as this (latent attention); None: pages hold
+      values of the size of keys.
     - `unread`: bool `[R]`, rows of several tokens that XLA attention skips; their output is 0.
     """
 
     causal: bool = field(default=True, metadata={"static": True})
     window: int | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
+    value_dim: int | None = field(default=None, metadata={"static": True})
     sinks: jax.Array | None = None
     kv_scales: jax.Array | None = None
     unread: jax.Array | None = None

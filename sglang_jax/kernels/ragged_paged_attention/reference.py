@@ -23,7 +23,7 @@ def reference_attention(
     positions = (batch.kv_lens[sequences] - behind)[:, None]
 
     pages = batch.page_table[sequences]
-    keys, values = gather_kv(kv_pages, pages, head_dim, options.kv_scales)  # [T, kv_heads, slots, head_dim]
+    keys, values = gather_kv(kv_pages, pages, head_dim, options.kv_scales, options.value_dim)  # [T, kv_heads, slots, d]
     grouped = queries.astype(jnp.float32).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     slots = jnp.arange(keys.shape[2])
     visible = real[:, None] & (slots <= positions)
@@ -39,4 +39,4 @@ def reference_attention(
     weights = jnp.where(real[:, None, None, None], jax.nn.softmax(scores, axis=-1), 0.0)[..., : slots.size]
     values = jnp.where(visible[:, None, :, None], values, 0.0)
     output = jnp.einsum("thgs,thsd->thgd", weights, values, precision=jax.lax.Precision.HIGHEST)
-    return output.reshape(queries.shape).astype(queries.dtype)
+    return output.reshape(tokens, heads, -1).astype(queries.dtype)

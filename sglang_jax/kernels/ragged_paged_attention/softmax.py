@@ -15,19 +15,19 @@ MASKED = -1e30
 
 class Softmax(NamedTuple):
     """Over the keys so far: the largest score and the sum of exponentials (`[..., q]`), and the weighted sum of values
-    (`[..., q, head_dim]`)."""
+    (`[..., q, value_dim]`)."""
 
     largest: jax.Array
     total: jax.Array
     weighted: jax.Array
 
     @classmethod
-    def start(cls, queries: jax.Array, sinks: jax.Array | None) -> Softmax:
-        """A softmax over no keys, or only over `sinks`: `[..., q]` or a shape that broadcasts to it."""
-        rows = queries.shape[:-1]
+    def start(cls, rows: tuple[int, ...], value_dim: int, sinks: jax.Array | None) -> Softmax:
+        """A softmax over no keys, or only over `sinks`: of shape `rows` (`[..., q]`), or one that broadcasts to it."""
+        nothing = jnp.zeros((*rows, value_dim))
         if sinks is not None:
-            return cls(jnp.broadcast_to(sinks, rows), jnp.ones(rows), jnp.zeros(queries.shape))
-        return cls(jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros(queries.shape))
+            return cls(jnp.broadcast_to(sinks, rows), jnp.ones(rows), nothing)
+        return cls(jnp.full(rows, MASKED), jnp.zeros(rows), nothing)
 
     def add(
         self,
@@ -37,8 +37,8 @@ class Softmax(NamedTuple):
         visible: jax.Array | None,
         soft_cap: float | None,
     ) -> Softmax:
-        """Adds a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`, or None if
-        every query sees every key."""
+        """Adds a block of keys: queries `[..., q, d]`, keys `[..., k, d]`, values `[..., k, value_dim]`, visible
+        `[..., q, k]`, or None if every query sees every key."""
         scores = _products(queries, keys)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)

@@ -36,7 +36,7 @@ def xla_attention(
     if tokens > rows:
         output = jnp.pad(output, ((0, tokens - rows), (0, 0), (0, 0), (0, 0)))
         output = _prefill(output, scaled, kv_pages, page_table, batch, options)
-    return output.reshape(queries.shape).astype(queries.dtype)
+    return output.reshape(*queries.shape[:2], -1).astype(queries.dtype)
 
 
 def xla_prompts(
@@ -49,10 +49,11 @@ def xla_prompts(
     options: AttentionOptions,
 ) -> jax.Array:
     """`xla_attention` of the sequences that are not decode rows, added to the float32 `output` of these, `[T, heads,
-    head_dim]`."""
+    value_dim]`."""
     page_table = _whole_blocks(batch.page_table, kv_pages.shape[3])
     scaled = _scaled(queries, kv_pages, scale)
-    return _prefill(output.reshape(scaled.shape), scaled, kv_pages, page_table, batch, options).reshape(queries.shape)
+    others = output.reshape(*scaled.shape[:3], -1)
+    return _prefill(others, scaled, kv_pages, page_table, batch, options).reshape(output.shape)
 
 
 def xla_attention_in_fixed_blocks(
@@ -62,8 +63,9 @@ def xla_attention_in_fixed_blocks(
     the same bits in any chunk, and if it is decoded."""
     page_table = _whole_blocks(batch.page_table, kv_pages.shape[3])
     scaled = _scaled(queries, kv_pages, scale)
-    output = _prefill(jnp.zeros_like(scaled), scaled, kv_pages, page_table, batch, options, fixed=True)
-    return output.reshape(queries.shape).astype(queries.dtype)
+    empty = jnp.zeros((*scaled.shape[:3], options.value_dim or scaled.shape[3]), scaled.dtype)
+    output = _prefill(empty, scaled, kv_pages, page_table, batch, options, fixed=True)
+    return output.reshape(*queries.shape[:2], -1).astype(queries.dtype)
 
 
 def _scaled(queries: jax.Array, kv_pages: jax.Array, scale: float) -> jax.Array:
@@ -89,7 +91,7 @@ def _sinks(options: AttentionOptions, kv_heads: int) -> jax.Array | None:
 def _decode(
     queries: jax.Array, kv_pages: jax.Array, page_table: jax.Array, kv_lens: jax.Array, options: AttentionOptions
 ) -> jax.Array:
-    """Attention of one query per row at its last position, `[R, kv_heads, group, d]`."""
+    """Attention of one query per row at its last position, `[R, kv_heads, group, value_dim]`."""
     rows, kv_heads, _, head_dim = queries.shape
     page_size = kv_pages.shape[3]
     pages_per_block = _pages(_DECODE_KEYS, page_size)
@@ -97,7 +99,7 @@ def _decode(
 
     def block(index: jax.Array, softmax: Softmax) -> Softmax:
         pages = jax.lax.dynamic_slice(page_table, (0, index * pages_per_block), (rows, pages_per_block))
-        keys, values = gather_kv(kv_pages, pages, head_dim, options.kv_scales)
+        keys, values = gather_kv(kv_pages, pages, head_dim, options.kv_scales, options.value_dim)
         places = index * keys_per_block + jnp.arange(keys_per_block)
         visible = places < kv_lens[:, None]
         if options.window is not None:
@@ -110,7 +112,7 @@ def _decode(
     if options.window is not None:
         starts = jnp.where(kv_lens > 0, jnp.maximum(kv_lens - options.window, 0), jnp.iinfo(jnp.int32).max)
         first = jnp.minimum(starts.min() // keys_per_block, blocks)
-    softmax = Softmax.start(queries, _sinks(options, kv_heads))
+    softmax = Softmax.start(queries.shape[:-1], options.value_dim or head_dim, _sinks(options, kv_heads))
     return jax.lax.fori_loop(first, blocks, block, softmax).result()
 
 
@@ -124,8 +126,8 @@ def _prefill(
     *,
     fixed: bool = False,
 ) -> jax.Array:
-    """Adds the sequences that are not decode rows to `output`; it and the queries are `[T, kv_heads, group, d]`. With
-    `fixed`, all sequences, in blocks of one shape."""
+    """Adds the sequences that are not decode rows to `output` `[T, kv_heads, group, value_dim]`; queries are `[T,
+    kv_heads, group, d]`. With `fixed`, all sequences, in blocks of one shape."""
     tokens, rows = queries.shape[0], batch.kv_lens.shape[0]
     width = _FIXED_QUERIES if fixed else min(_QUERIES_PER_BLOCK, tokens)
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
@@ -176,7 +178,7 @@ def _one_sequence(
 
     def gather(index: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]:
         mine = jax.lax.dynamic_slice_in_dim(pages, index * pages_per_block, blocks * pages_per_block)
-        return gather_kv(kv_pages, mine, head_dim, options.kv_scales)
+        return gather_kv(kv_pages, mine, head_dim, options.kv_scales, options.value_dim)
 
     def masked(index: jax.Array, softmax: Softmax) -> Softmax:
         keys, values = gather(index, 1)
@@ -196,19 +198,21 @@ def _one_sequence(
         return softmax.add(packed, keys, values, None, options.soft_cap)
 
     sinks = _sinks(options, kv_heads)
-    softmax = Softmax.start(packed, None if sinks is None else jnp.tile(sinks, (1, width)))
+    value_dim = options.value_dim or head_dim
+    rows = None if sinks is None else jnp.tile(sinks, (1, width))
+    softmax = Softmax.start(packed.shape[:-1], value_dim, rows)
     blocks = -(-keys_seen // keys_per_block)
     if fixed:
         oldest = 0 if options.window is None else jnp.maximum(positions[0] - options.window + 1, 0) // keys_per_block
         softmax = jax.lax.fori_loop(oldest, blocks, masked, softmax)
-        return softmax.result().reshape(kv_heads, width, group, head_dim).swapaxes(0, 1)
+        return softmax.result().reshape(kv_heads, width, group, value_dim).swapaxes(0, 1)
     whole = _WholeBlocks.of(positions, keys_per_block, large_block, options.window)
     if options.window is not None:
         oldest = jnp.maximum(positions[0] - options.window + 1, 0) // keys_per_block
         softmax = jax.lax.fori_loop(oldest, jnp.minimum(whole.start, blocks), masked, softmax)
     softmax = jax.lax.fori_loop(0, whole.count, large, softmax)
     softmax = jax.lax.fori_loop(whole.start + whole.count * large_block, blocks, masked, softmax)
-    return softmax.result().reshape(kv_heads, width, group, head_dim).swapaxes(0, 1)
+    return softmax.result().reshape(kv_heads, width, group, value_dim).swapaxes(0, 1)
 
 
 class _WholeBlocks(NamedTuple):

@@ -66,8 +66,9 @@ def pallas_attention(
 
     # Keys and values of small heads share lanes, except in latent attention.
     first = lanes // 2 if parts == 1 and 2 * head_dim <= lanes else 0
+    mine = slice(first, first + (options.value_dim or head_dim))
     if fixed:
-        return prefill(prefill_blocks(shape, _FIXED_QUERIES, columns))[:, :, first : first + head_dim]
+        return prefill(prefill_blocks(shape, _FIXED_QUERIES, columns))[:, :, mine]
     blocks = decode_blocks(shape, -(-rows // cores), columns)
     sharing = min(cores, -(-rows // blocks.rows))
     further = -rows % (blocks.rows * sharing)
@@ -88,4 +89,4 @@ def pallas_attention(
         prefilled = prefill(prefill_blocks(shape, tokens, columns))
         decoded = jnp.pad(output, ((0, tokens - rows), (0, 0), (0, 0)))
         output = jnp.where((jnp.arange(tokens) < num_decode)[:, None, None], decoded, prefilled)
-    return output[:, :, first : first + head_dim]
+    return output[:, :, mine]

@@ -37,6 +37,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     StaticOptions,
     constants_per_head,
     finish_softmax,
+    lanes_of_values,
     lanewise,
     largest_of_rows,
     matmul,
@@ -62,7 +63,8 @@ def decode_attention(
     cores: int = 1,
     checked: bool = False,
 ) -> jax.Array:
-    """Attention of the first `num_decode` rows, `[R, heads, lanes]` in the type of the queries; 0 for the other rows.
+    """Attention of the first `num_decode` rows, `[R, heads, lanes_of_values]` in the type of the queries; 0 for the
+    other rows.
 
     `queries` `[R, heads, lanes]`, R a multiple of `blocks.rows * cores`; `kv_pages` `[num_pages, kv_heads, parts,
     page_size, lanes]`; `page_table` int32 `[R, columns]`; `kv_lens` int32 `[R]` or shorter; `num_decode` int32 `[1]`;
@@ -72,7 +74,11 @@ def decode_attention(
     _, kv_heads, parts, page_size, _ = kv_pages.shape
     columns = page_table.shape[1]
     per_head = constants_per_head(heads, kv_heads, scale, options)
-    block = pl.BlockSpec((blocks.rows, heads, lanes), lambda core, step, *_: (step * cores + core, 0, 0))
+    value_lanes = lanes_of_values(lanes, options)
+    inputs, outputs = (
+        pl.BlockSpec((blocks.rows, heads, size), lambda core, step, *_: (step * cores + core, 0, 0))
+        for size in (lanes, value_lanes)
+    )
     compute_dtype = type_of_products(kv_pages.dtype)
     page_bytes = kv_heads * parts * page_size * lanes * kv_pages.dtype.itemsize
     sizes = sizes_of(blocks, page_size, page_bytes, columns, vmem_limit)
@@ -98,18 +104,18 @@ def decode_attention(
             num_scalar_prefetch=1 + len(jax.tree.leaves(plan)),
             grid=(cores, rows // blocks.rows // cores),
             in_specs=[
-                block,
+                inputs,
                 pl.BlockSpec(per_head.shape, lambda *_: (0, 0, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
-            out_specs=block,
+            out_specs=outputs,
             scratch_shapes=[
                 pltpu.VMEM((depth, sizes.pages_per_buffer, kv_heads, parts, page_size, lanes), kv_pages.dtype),
                 pltpu.VMEM((heads, kv_heads * lanes), compute_dtype),
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, LANES), jnp.float32),
-                pltpu.VMEM((heads, lanes), jnp.float32),
+                pltpu.VMEM((heads, value_lanes), jnp.float32),
                 pltpu.SMEM((depth * together * columns + LANES,), jnp.int32),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SMEM((Walk.AHEAD,), jnp.int32),
@@ -117,7 +123,7 @@ def decode_attention(
                 pltpu.SemaphoreType.DMA((depth,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, heads, value_lanes), queries.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit,
@@ -153,12 +159,12 @@ def _compute(
     per_head: Ref,  # VMEM [4, heads, 128]
     page_table: Ref,  # HBM [R / together, 1, together * columns]
     kv_pages: Ref,  # HBM [num_pages, kv_heads, parts, page_size, lanes]
-    output: Ref,  # VMEM [rows, heads, lanes]
+    output: Ref,  # VMEM [rows, heads, lanes of values]
     buffers: Ref,
     spread_queries: Ref,  # VMEM [heads, kv_heads * lanes]
     largest: Ref,  # VMEM [heads, 128], as is the total
     total: Ref,
-    weighted: Ref,  # VMEM [heads, lanes]
+    weighted: Ref,  # VMEM [heads, lanes of values]
     page_numbers: Ref,
     next_slot: Ref,  # SMEM [1]: the buffer of the block that comes next
     ahead: Ref,  # SMEM [Walk.AHEAD]: the block whose copies are started next
@@ -204,7 +210,7 @@ def _compute(
     def attend_row(number: jax.Array) -> None:
         place = number - first_row
         spread_queries[...] = _spread(queries[place], buffers.shape[2])
-        sums.store(start_softmax(per_head, queries.shape[1:], options))
+        sums.store(start_softmax(per_head, output.shape[1:], options))
         next_slot[0] = walk.through_row(number, next_slot[0], attend)
         output[place] = _result(plan.lengths[number], sums.load(), per_head).astype(output.dtype)
 
@@ -215,7 +221,7 @@ def _compute(
         in_between = walk.through_group(first, slot)
         blocks = [_block_of_row(fetcher, groups.pages, slot, member, row) for member, row in enumerate(group)]
         place = first - first_row
-        starts = [start_softmax(per_head, queries.shape[1:], options) for _ in group]
+        starts = [start_softmax(per_head, output.shape[1:], options) for _ in group]
         spread = [_spread(queries[place + member], buffers.shape[2]) for member in range(together)]
         sums = _add_blocks(starts, spread, per_head, blocks, options, in_between)
         results = [_result(row.length, softmax, per_head) for row, softmax in zip(group, sums, strict=True)]
@@ -313,12 +319,16 @@ def _add_blocks(
     return [_weighted(*each) for each in zip(weights, blocks, strict=True)]
 
 
-def _side(pages: list[Ref], axis: int, dtype: jnp.dtype, there: jax.Array | None = None) -> jax.Array:
-    """The keys or values of a block, concatenated over kv heads along `axis`."""
-    _, kv_heads, _, lanes = pages[0].shape
+def _side(
+    pages: list[Ref], axis: int, dtype: jnp.dtype, lanes: int | None = None, there: jax.Array | None = None
+) -> jax.Array:
+    """The keys or values of a block, concatenated over kv heads along `axis`. `lanes`: the number of their first lanes
+    that are needed, None for all; `there`: pages from this one on are 0."""
+    _, kv_heads, _, all_lanes = pages[0].shape
+    lanes = lanes or all_lanes
 
     def load(number: int, head: int) -> jax.Array:
-        found = pages[number][:, head].reshape(-1, lanes)
+        found = pages[number][:, head, :, :lanes].reshape(-1, lanes)
         if there is not None and number > 0:
             found = jnp.where(number < there, found, jnp.zeros_like(found))
         return found.astype(dtype)
@@ -353,6 +363,6 @@ def _weights(softmax: Softmax, scores: jax.Array, per_head: Ref) -> tuple[Softma
 def _weighted(softmax_and_weights: tuple[Softmax, jax.Array], block: _Block) -> Softmax:
     (largest, total, weighted), weights = softmax_and_weights
     _, kv_heads, _, _ = block.values[0].shape
-    dtype = type_of_products(block.values[0].dtype)
-    added = matmul(_spread(weights.astype(dtype), kv_heads), _side(block.values, 0, dtype, block.pages))
+    dtype, lanes = type_of_products(block.values[0].dtype), weighted.shape[1]
+    added = matmul(_spread(weights.astype(dtype), kv_heads), _side(block.values, 0, dtype, lanes, block.pages))
     return largest, total, weighted + added

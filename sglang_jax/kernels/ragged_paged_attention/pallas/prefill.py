@@ -30,6 +30,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
     StaticOptions,
     constants_per_head,
     finish_softmax,
+    lanes_of_values,
     lanewise,
     largest_of_rows,
     matmul,
@@ -72,8 +73,8 @@ def prefill_attention(
     checked: bool = False,
     fixed: bool = False,
 ) -> jax.Array:
-    """Attention of all sequences except the first `num_decode`, `[heads, T, lanes]` in the type of the queries; 0 for
-    tokens of other sequences and padding.
+    """Attention of all sequences except the first `num_decode`, `[heads, T, lanes_of_values]` in the type of the
+    queries; 0 for tokens of other sequences and padding.
 
     `queries` `[heads, T, lanes]`, T a multiple of `blocks.queries * cores`; `kv_pages` `[num_pages, kv_heads, parts,
     page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `query_starts` int32 `[R + 1]`;
@@ -84,19 +85,23 @@ def prefill_attention(
     _, kv_heads, parts, page_size, _ = kv_pages.shape
     columns = page_table.shape[2]
     of_a_core = tokens // blocks.queries // cores
-    block = pl.BlockSpec((heads, blocks.queries, lanes), lambda core, step, *_: (0, core * of_a_core + step, 0))
+    value_lanes = lanes_of_values(lanes, options)
+    inputs, outputs = (
+        pl.BlockSpec((heads, blocks.queries, size), lambda core, step, *_: (0, core * of_a_core + step, 0))
+        for size in (lanes, value_lanes)
+    )
     return pl.pallas_call(
         functools.partial(_kernel, options=static_options(options), fixed=fixed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(cores, of_a_core),
-            in_specs=[block, pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=block,
+            in_specs=[inputs, pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=outputs,
             scratch_shapes=[
                 pltpu.VMEM((2, blocks.pages, kv_heads, parts, page_size, lanes), kv_pages.dtype),
                 pltpu.VMEM((heads, blocks.queries, LANES), jnp.float32),
                 pltpu.VMEM((heads, blocks.queries, LANES), jnp.float32),
-                pltpu.VMEM((heads, blocks.queries, lanes), jnp.float32),
+                pltpu.VMEM((heads, blocks.queries, value_lanes), jnp.float32),
                 pltpu.VMEM((2, blocks.queries, blocks.pages * page_size), jnp.float32),
                 pltpu.VMEM((2, blocks.queries, LANES), jnp.float32),
                 pltpu.SMEM((2 * columns,), jnp.int32),
@@ -105,7 +110,7 @@ def prefill_attention(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        out_shape=jax.ShapeDtypeStruct((heads, tokens, value_lanes), queries.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit,
@@ -131,11 +136,11 @@ def _kernel(
     queries: Ref,  # VMEM [heads, block, lanes]
     page_table: Ref,  # HBM [R, 1, columns]
     kv_pages: Ref,  # HBM [num_pages, kv_heads, parts, page_size, lanes]
-    output: Ref,  # VMEM [heads, block, lanes]
+    output: Ref,  # VMEM [heads, block, lanes of values]
     buffers: Ref,
     largest: Ref,  # VMEM [heads, block, 128], as are the totals
     total: Ref,
-    weighted: Ref,  # VMEM [heads, block, lanes]
+    weighted: Ref,  # VMEM [heads, block, lanes of values]
     scores: Ref,  # VMEM [2, block, keys]: of two heads
     row_largest: Ref,  # VMEM [2, block, 128]
     page_numbers: Ref,
@@ -147,7 +152,7 @@ def _kernel(
     fixed: bool,
 ) -> None:
     fetcher = PageFetcher(kv_pages, page_table, buffers, page_numbers, kv_arrived, numbers_arrived)
-    heads, width, lanes = queries.shape
+    heads, width, _ = queries.shape
     core, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     last_place = (core + 1) * steps * width
     walk = Walk(fetcher, kv_lens, query_starts, num_decode, width, options.window, last_place, fixed)
@@ -163,7 +168,7 @@ def _kernel(
         first = per_head[SINK, head] if options.sinks else MASKED
         largest[head] = jnp.full((width, LANES), first, jnp.float32)
         total[head] = jnp.full((width, LANES), 1 / LANES if options.sinks else 0.0, jnp.float32)
-        weighted[head] = jnp.zeros((width, lanes), jnp.float32)
+        weighted[head] = jnp.zeros((width, output.shape[2]), jnp.float32)
 
     def attend(span: Span, origin: Scalar, slot: Scalar) -> None:
         keys = fetcher.pages_per_block * fetcher.page_size
@@ -257,12 +262,12 @@ def _add_block(
     rows, first_rows = pl.ds(first_row, num_rows), pl.ds(0, num_rows)
     _, _, kv_heads, parts, _, _ = buffers.shape
 
-    def side(head: Scalar, part: int) -> jax.Array:
-        found = buffers[slot, :, head // (heads // kv_heads), part]
+    def side(head: Scalar, part: int, lanes: int) -> jax.Array:
+        found = buffers[slot, :, head // (heads // kv_heads), part, :, :lanes]
         return found.reshape(-1, lanes).astype(queries.dtype)
 
     def score(head: Scalar, turn: int) -> None:
-        found = matmul_nt(queries[head, rows], side(head, 0))
+        found = matmul_nt(queries[head, rows], side(head, 0, lanes))
         if options.soft_cap is not None:
             found = options.soft_cap * jnp.tanh(found * per_head[SOFT_CAP_FACTOR, head])
         if last_seen is not None:
@@ -280,7 +285,7 @@ def _add_block(
         new = jnp.maximum(old, sums.row_largest[turn, first_rows])
         weights = lanewise(lambda tile: jnp.exp2((tile - new) * unit), sums.scores[turn, first_rows])
         shrink = jnp.exp2((old - new) * unit)
-        added = matmul(weights.astype(queries.dtype), side(head, parts - 1))
+        added = matmul(weights.astype(queries.dtype), side(head, parts - 1, sums.weighted.shape[2]))
         sums.largest[head, rows] = new
         sums.total[head, rows] = sums.total[head, rows] * shrink + sum_of_lane_tiles(weights)
         sums.weighted[head, rows] = lanewise(jnp.multiply, sums.weighted[head, rows], shrink) + added

@@ -43,6 +43,11 @@ def static_options(options: AttentionOptions) -> StaticOptions:
     return StaticOptions(options.window, options.soft_cap, options.sinks is not None)
 
 
+def lanes_of_values(lanes: int, options: AttentionOptions) -> int:
+    """The lanes of pages of `lanes` that a weighted sum of values takes, in whole tiles."""
+    return lanes if options.value_dim is None else -(-options.value_dim // LANES) * LANES
+
+
 def type_of_products(storage: jnp.dtype) -> jnp.dtype:
     """The type of the factors of products. bfloat16 represents 8-bit keys and values exactly."""
     return jnp.dtype(jnp.float32) if storage == jnp.float32 else jnp.dtype(jnp.bfloat16)
@@ -65,7 +70,7 @@ def constants_per_head(heads: int, kv_heads: int, scale: float, options: Attenti
 
 
 def start_softmax(per_head: Ref, shape: tuple[int, int], options: StaticOptions) -> Softmax:
-    """A softmax over no keys, or only over the sink, for queries `[rows, lanes]`."""
+    """A softmax over no keys, or only over the sink, for a weighted sum of values `[rows, lanes]`."""
     rows, lanes = shape
     if options.sinks:
         largest, total = per_head[SINK], jnp.full((rows, LANES), 1 / LANES, jnp.float32)
