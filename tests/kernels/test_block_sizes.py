@@ -69,7 +69,8 @@ def test_wide_queries_of_many_heads(table: Table, caplog: pytest.LogCaptureFixtu
     assert "tpu_tune" not in caplog.text
     assert prefill_blocks(LATENT, 512, 512).queries >= 16
     whole = replace(LATENT, heads=128)
-    assert decode_blocks(whole, 64, 512) == DecodeBlocks(4, 8)
+    assert decode_blocks(whole, 64, 512) == DecodeBlocks(4, 16)
+    assert decode_blocks(replace(whole, chip=Chip.V6E), 64, 512) == DecodeBlocks(16, 32)
     with pytest.raises(ConfigError, match="no room for attention of 128 heads of 640 on one device: spread them"):
         prefill_blocks(whole, 512, 512)
     assert prefill_blocks(replace(whole, chip=Chip.V6E), 512, 512).queries >= 16
@@ -127,9 +128,9 @@ def test_short_rows_are_grouped_where_keys_are_small() -> None:
         page_bytes = 64 * kv_heads * 2 * 128 * 2
         return sizes_of(DecodeBlocks(rows, keys // 64), 64, page_bytes, columns, VMEM_LIMITS[chip])
 
-    assert sizes(16, 1, 2048) == Sizes((32, 16, 8), Groups(8, 8), 64, 8)
-    assert sizes(16, 2, 1024) == Sizes((16, 8), Groups(4, 8), 32, 8)
-    assert sizes(16, 8, 1024) == Sizes((16, 8, 4), Groups(1, 4), 16, 4)
+    assert sizes(16, 1, 2048) == Sizes((32, 24, 16, 8), Groups(8, 8), 64, 8)
+    assert sizes(16, 2, 1024) == Sizes((16, 12, 8), Groups(4, 8), 32, 8)
+    assert sizes(16, 8, 1024) == Sizes((16, 12, 8, 4), Groups(1, 4), 16, 4)
     assert sizes(4, 1, 2048).groups == Groups(4, 8)
     for kv_heads, keys in ((1, 2048), (2, 1024), (8, 1024)):
         assert sizes(1, kv_heads, keys).computed == sizes(16, kv_heads, keys).computed

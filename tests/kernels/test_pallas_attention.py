@@ -75,10 +75,12 @@ def test_decode_rows(mode: CopyMode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_last_block_is_computed_as_far_as_it_has_keys(monkeypatch: pytest.MonkeyPatch, mode: CopyMode) -> None:
-    """Blocks of 512 keys, of which 512, 256 or 128 are computed: lengths around each, and after a whole block."""
+    """Blocks of 512 keys, of which 512, 384, 256 or 128 are computed, in runs of 256: lengths around each, and after a
+    whole block."""
     monkeypatch.setattr(decode_sizes, "_KEYS_OF_SHORT", 128)
+    monkeypatch.setattr(decode_sizes, "_SCORES_OF_A_RUN", 512)
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(1, 512 // shape.page_size))
-    case = replace(decode(1, 128, 129, 257, 512, 641), columns=48, kv_heads=1, group=2)
+    case = replace(decode(128, 129, 257, 384, 385, 641), columns=48, kv_heads=1, group=2)
     step = make_step(case, 0)
     attention = Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale, cores=1)
     check(case, mode, attention=attention)

@@ -41,11 +41,12 @@ def _no_wider(pages: int, page_size: int, columns: int) -> int:
 
 @cache
 def _decode_by_costs(shape: Shape) -> DecodeBlocks:
-    """A number of keys whose scores take 16 registers, clipped to 512 to 2048; a buffer takes an eighth of the vector
-    memory at most."""
+    """A number of keys whose scores take 16 registers, clipped to 512 to 2048, which latent vectors always have: a key
+    has fewer bytes, and many heads; a buffer takes an eighth of the vector memory at most."""
     _warn(shape, Phase.DECODE)
     sublanes = -(-shape.heads // 8)
-    keys = min(max(16 // sublanes * 128, 512), 2048, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
+    wanted = 2048 if shape.shared else min(max(16 // sublanes * 128, 512), 2048)
+    keys = min(wanted, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
     # Queries and outputs of two programs take a quarter of the memory at most.
     rows = VMEM_LIMITS[shape.chip] // 4 // (4 * shape.heads * shape.lanes * 2)
     return DecodeBlocks(rows=min(_power_of_two(rows), ROWS), pages=_pages(keys, shape.page_size))

@@ -2,8 +2,8 @@
 
 A core processes rows in order, each in blocks of keys. All buffers but one receive the pages of the next blocks, of
 this row or of later rows: a block of one kv head has a few hundred KiB, which take less time to transfer than the
-latency of a copy. Only a half or a quarter of a row's last block is computed if the rest has no keys. Short rows share
-blocks (`decode_walk`).
+latency of a copy. Of a row's last block, only as many quarters are computed as have keys. Short rows share blocks
+(`decode_walk`).
 
 All query heads of a row go through the matrix units together: row r of the left operand holds query head r in the lanes
 of its kv head and zeros elsewhere, so that one product with the keys of all kv heads, side by side, gives `[heads,
@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks, Sizes, sizes_of
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks, Sizes, runs_of, sizes_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode_walk import Plan, Row, Walk
 from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, Ref
 from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
@@ -201,11 +201,8 @@ def _compute(
                 def _() -> None:
                     fetcher.clear_values_from(end, slot, pages)
 
-                keys = buffers.at[slot, pl.ds(0, pages), :, 0]
-                values = buffers.at[slot, pl.ds(0, pages), :, buffers.shape[3] - 1]
-                block = _Block([keys], [values], end)
-                (softmax,) = _add_blocks([sums.load()], [spread_queries[...]], per_head, [block], options)
-                sums.store(softmax)
+                runs = [_run(fetcher, slot, run, end) for run in runs_of(pages, fetcher.page_size, queries.shape[1])]
+                _add_in_turn(sums, spread_queries[...], per_head, runs, options)
 
     def attend_row(number: jax.Array) -> None:
         place = number - first_row
@@ -258,6 +255,13 @@ class _Block:
     values: list[Ref]
     end: jax.Array
     pages: jax.Array | None = None
+
+
+def _run(fetcher: PageFetcher, slot: jax.Array, run: tuple[int, int], end: jax.Array) -> _Block:
+    """A run of pages (see `runs_of`) of a row's block, whose keys end at slot `end` of the block."""
+    buffers, (first, count) = fetcher.buffers, run
+    keys, values = (buffers.at[slot, pl.ds(first, count), :, part] for part in (0, buffers.shape[3] - 1))
+    return _Block([keys], [values], end - first * fetcher.page_size)
 
 
 def _block_of_row(fetcher: PageFetcher, pages: int, slot: jax.Array, member: int, row: Row) -> _Block:
@@ -317,6 +321,18 @@ def _add_blocks(
             also()
     weights = [_weights(*each, per_head) for each in zip(sums, scores, strict=True)]
     return [_weighted(*each) for each in zip(weights, blocks, strict=True)]
+
+
+def _add_in_turn(
+    sums: _Sums, spread_queries: jax.Array, per_head: Ref, runs: list[_Block], options: StaticOptions
+) -> None:
+    """Adds runs of keys to a row's softmax. A run's scores are computed before the softmax of the run before it, so
+    that matrix and vector units work at the same time."""
+    scores = _scores(spread_queries, runs[0], per_head, options)
+    for run, after in zip_longest(runs, runs[1:]):
+        further = None if after is None else _scores(spread_queries, after, per_head, options)
+        sums.store(_weighted(_weights(sums.load(), scores, per_head), run))
+        scores = further
 
 
 def _side(

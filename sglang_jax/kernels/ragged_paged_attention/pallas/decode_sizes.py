@@ -8,12 +8,16 @@ from dataclasses import dataclass
 _MIN_DEPTH, _MAX_DEPTH = 4, 8
 _BYTES_OF_BUFFERS = 16 << 20
 
-_PARTS = (1, 2, 4)
-"""The divisors of a block for computation: all, a half or a quarter of it."""
+_QUARTERS = (4, 3, 2, 1)
+"""The parts of a block that may be computed, in quarters."""
 
 _FEWEST_KEYS, _KEYS_OF_SHORT = 128, 512
-"""The smallest number of keys that is computed: a whole register of scores per head; and the maximum keys of a short
-row in groups, so that a row has the same result in a group and by itself."""
+"""The smallest number of keys that is computed, and of which others are multiples: a whole register of scores per head;
+and the maximum keys of a short row in groups, so that a row has the same result in a group and by itself."""
+
+_SCORES_OF_A_RUN = 128 << 10
+"""Scores that are computed together, 128 registers. More would be spilled, and keep the vector units waiting: a run's
+products take place during the softmax of the one before."""
 
 _ROWS_TOGETHER, _BYTES_OF_GROUP = 8, 2 << 20
 """The largest group of rows, and the largest size of its keys and values, of which there are up to eight buffers."""
@@ -67,7 +71,20 @@ def sizes_of(blocks: DecodeBlocks, page_size: int, page_bytes: int, columns: int
     if depth_of(most * short * page_bytes, vmem_limit) * most * columns > _MAX_PAGE_NUMBERS:
         most = 1
     fewest = short if most > 1 else -(-_FEWEST_KEYS // page_size)
-    computed = tuple(blocks.pages // part for part in _PARTS if part == 1 or blocks.pages // part >= fewest)
+    computed = _computed(blocks.pages, fewest, page_size)
     groups = Groups(math.gcd(blocks.rows, most), computed[-1])
     pages_per_buffer = max(blocks.pages, groups.rows * groups.pages)
     return Sizes(computed, groups, pages_per_buffer, depth_of(pages_per_buffer * page_bytes, vmem_limit))
+
+
+def _computed(pages: int, fewest: int, page_size: int) -> tuple[int, ...]:
+    """All of a block of `pages` pages, and its parts that are whole pages and registers, of `fewest` pages or more."""
+    parts = [divmod(pages * quarters, 4) for quarters in _QUARTERS[1:]]
+    whole = [part for part, rest in parts if not rest and part * page_size % _FEWEST_KEYS == 0]
+    return (pages, *(part for part in whole if part >= fewest))
+
+
+def runs_of(pages: int, page_size: int, heads: int) -> list[tuple[int, int]]:
+    """Cuts a computed part of a block, for `heads` query heads, into runs of pages: first page and number of pages."""
+    most = max(_SCORES_OF_A_RUN // heads // _FEWEST_KEYS * _FEWEST_KEYS // page_size, _FEWEST_KEYS // page_size, 1)
+    return [(first, min(most, pages - first)) for first in range(0, pages, most)]
