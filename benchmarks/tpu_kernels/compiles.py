@@ -195,7 +195,9 @@ class Kernels:
         if chunks:
             wide = blocks.prefill_blocks(shape, arrays.tokens, arrays.columns)
             schedule = compiled.schedules[PREFILL_KERNEL]
-            parts.append(prefill_cost(schedule, step, shape.heads, wide.queries, wide.pages, shape.page_size))
+            parts.append(
+                prefill_cost(schedule, step, shape.heads, shape.kv_heads, wide.queries, wide.pages, shape.page_size)
+            )
             sizes.append(f"{wide.queries}x{wide.pages * shape.page_size}")
         bytes_us = sum(part.keys_read for part in parts) * shape.bytes_per_key / chip.bandwidth
         return {**self._row(parts, sizes, compiled.text), "bytes_us": bytes_us, **waiting}

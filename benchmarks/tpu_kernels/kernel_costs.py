@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import Sizes
-from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, ROWS_TOGETHER
+from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import (
+    HEADS_TOGETHER,
+    ROWS_TOGETHER,
+    heads_of_a_product,
+)
 from tpu_kernels.schedule import Loop
 
 DECODE_KERNEL = "paged_attention_decode"
@@ -154,11 +158,13 @@ def decode_with_copies(cost: Cost, *, transfer: float, latency: float, depth: in
     return cycles
 
 
-def prefill_cost(schedule: Loop, step: Step, heads: int, queries: int, pages: int, page_size: int) -> Cost:
+def prefill_cost(
+    schedule: Loop, step: Step, heads: int, kv_heads: int, queries: int, pages: int, page_size: int
+) -> Cost:
     """The cost of the prefill kernel, with blocks of `queries` queries and `pages` pages."""
     keys = pages * page_size
     *_, block_loop = (loop for loop in schedule.walk() if _is_over_blocks(loop))
-    forms = _prefill_forms(block_loop, heads, queries)
+    forms = _prefill_forms(block_loop, heads // heads_of_a_product(heads, kv_heads, queries), queries)
     copies = issue(block_loop, pages)
     program = next(loop for loop in schedule.walk() if loop.depth == 1)
     edges = sum(len(inner.bundles) for inner in program.loops if not inner.count("dma") and not inner.loops)
@@ -189,7 +195,7 @@ class _Forms:
     spills: int
 
 
-def _prefill_forms(block_loop: Loop, heads: int, queries: int) -> _Forms:
+def _prefill_forms(block_loop: Loop, groups: int, queries: int) -> _Forms:
     """The forms are branches of the loop: all queries unmasked, all masked, and one for each of several runs of
     queries."""
     passes = [loop for loop in block_loop.loops if loop.products]
@@ -200,7 +206,7 @@ def _prefill_forms(block_loop: Loop, heads: int, queries: int) -> _Forms:
         all_queries = len(block_loop.bundles) / count
         return _Forms(all_queries, all_queries / max(runs, 1), block_loop.vector_spills // count)
     own = len(block_loop.bundles) / len(passes)
-    turns = heads // HEADS_TOGETHER
+    turns = groups // HEADS_TOGETHER
     slowest = max(passes, key=lambda loop: len(loop.bundles))
     quickest = min(len(loop.bundles) for loop in passes)
     return _Forms(own + turns * len(slowest.bundles), own + turns * quickest, slowest.vector_spills)

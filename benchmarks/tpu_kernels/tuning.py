@@ -210,7 +210,7 @@ class KernelCall:
                 read_schedule(dumps, DECODE_KERNEL), step, heads, self.decode_sizes, entry.queries, page_size
             )
         schedule = read_schedule(dumps, PREFILL_KERNEL)
-        return prefill_cost(schedule, step, heads, entry.queries, entry.pages, page_size)
+        return prefill_cost(schedule, step, heads, entry.shape.kv_heads, entry.queries, entry.pages, page_size)
 
     def cycles(self, cost: Cost, chip: ChipFigures) -> float:
         """Cycles of a step, for decode with waits for copies."""

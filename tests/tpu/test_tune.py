@@ -243,7 +243,7 @@ def test_cycles_of_prefill(products: int) -> None:
     passes = [loop(4, bundles, products=16) for bundles in (150, 200)]
     blocks = loop(3, 60, copies(4), *passes, products=products)
     schedule = loop(0, 7, loop(1, 30, loop(2, 5), copies(2), loop(2, 20, loop(3, 9), blocks)))
-    cost = prefill_cost(schedule, Step("a prompt", (128,), (128,)), 8, 64, 2, 64)
+    cost = prefill_cost(schedule, Step("a prompt", (128,), (128,)), 8, 8, 64, 2, 64)
     assert cost.loop == 60 / 2 + 2 * 200 + 2 * 6
     assert cost.keys_read == 64 + 128
     # each of the two spans is in one run of 128 queries
@@ -254,7 +254,7 @@ def test_a_span_over_two_runs_of_queries_costs_all_of_their_block() -> None:
     passes = [loop(3, bundles, products=16) for bundles in (150, 80, 80, 200)]
     schedule = loop(0, 7, loop(1, 30, loop(2, 60, copies(3), *passes)))
     # blocks of 256 queries, and of 256 keys: 100 in the first run, 256 over both and the next block's first
-    cost = prefill_cost(schedule, Step("two chunks", (100, 256), (100, 300)), 8, 256, 4, 64)
+    cost = prefill_cost(schedule, Step("two chunks", (100, 256), (100, 300)), 8, 8, 256, 4, 64)
     in_a_run, in_all = 60 / 4 + 2 * 80 + 24, 60 / 4 + 2 * 200 + 24
     assert cost.cycles == (in_a_run + in_all + 2 * in_a_run) + 2 * 30
 
@@ -262,7 +262,7 @@ def test_a_span_over_two_runs_of_queries_costs_all_of_their_block() -> None:
 def test_few_heads_have_no_loop() -> None:
     """Two runs of queries in a block: equally many bundles for all queries unmasked, all masked, and the runs."""
     schedule = loop(0, 7, loop(1, 30, loop(2, 20, loop(3, 600, copies(4), products=48))))
-    cost = prefill_cost(schedule, Step("two chunks", (156, 100), (156, 100)), 4, 256, 4, 64)
+    cost = prefill_cost(schedule, Step("two chunks", (156, 100), (156, 100)), 4, 4, 256, 4, 64)
     assert cost.loop == 600 / 3 + 24
     assert cost.cycles == (200 + 24) + (100 + 24) + 30
 

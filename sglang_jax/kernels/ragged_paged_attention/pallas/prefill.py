@@ -10,8 +10,10 @@ without masks, those of a short chunk only by the run of queries that contains i
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +46,13 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.spans import Cursor, Span,
 ROWS_TOGETHER = 128
 """A chunk within an aligned run of this many queries is computed only for the run."""
 
+_ROWS_OF_A_PRODUCT = 256
+"""Heads of one kv head whose queries are fewer than `ROWS_TOGETHER` share products of up to this many rows: for each,
+keys are loaded into the matrix units once."""
+
 HEADS_TOGETHER = 4
-"""Heads per iteration of the loop over heads, an even number. One head's latencies are filled by the others: with two
-heads an iteration, each took 10 to 14 % more bundles."""
+"""Heads, or groups of heads that share products, per iteration of the loop over them, an even number. One head's
+latencies are filled by the others: with two heads an iteration, each took 10 to 14 % more bundles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,12 @@ class PrefillBlocks:
 
     queries: int
     pages: int
+
+
+def heads_of_a_product(heads: int, kv_heads: int, queries: int) -> int:
+    """The number of heads that share products, in blocks of `queries` queries."""
+    most = 1 if queries >= ROWS_TOGETHER else max(_ROWS_OF_A_PRODUCT // queries, 1)
+    return math.gcd(heads // kv_heads, 1 << (most.bit_length() - 1))
 
 
 def prefill_attention(
@@ -85,6 +97,7 @@ def prefill_attention(
     _, kv_heads, parts, page_size, _ = kv_pages.shape
     columns = page_table.shape[2]
     of_a_core = tokens // blocks.queries // cores
+    rows_at_once = blocks.queries * heads_of_a_product(heads, kv_heads, blocks.queries)
     value_lanes = lanes_of_values(lanes, options)
     inputs, outputs = (
         pl.BlockSpec((heads, blocks.queries, size), lambda core, step, *_: (0, core * of_a_core + step, 0))
@@ -102,8 +115,8 @@ def prefill_attention(
                 pltpu.VMEM((heads, blocks.queries, LANES), jnp.float32),
                 pltpu.VMEM((heads, blocks.queries, LANES), jnp.float32),
                 pltpu.VMEM((heads, blocks.queries, value_lanes), jnp.float32),
-                pltpu.VMEM((2, blocks.queries, blocks.pages * page_size), jnp.float32),
-                pltpu.VMEM((2, blocks.queries, LANES), jnp.float32),
+                pltpu.VMEM((2, rows_at_once, blocks.pages * page_size), jnp.float32),
+                pltpu.VMEM((2, rows_at_once, LANES), jnp.float32),
                 pltpu.SMEM((2 * columns,), jnp.int32),
                 pltpu.SMEM((Cursor.SIZE,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -141,8 +154,8 @@ def _kernel(
     largest: Ref,  # VMEM [heads, block, 128], as are the totals
     total: Ref,
     weighted: Ref,  # VMEM [heads, block, lanes of values]
-    scores: Ref,  # VMEM [2, block, keys]: of two heads
-    row_largest: Ref,  # VMEM [2, block, 128]
+    scores: Ref,  # VMEM [2, rows, keys]: of two heads, or groups of heads that share products
+    row_largest: Ref,  # VMEM [2, rows, 128]
     page_numbers: Ref,
     state: Ref,  # SMEM [Cursor.SIZE]: between programs
     kv_arrived: Ref,
@@ -255,51 +268,65 @@ def _add_block(
     """Adds a block of keys to the softmax of some of the block's queries, for every head. `last_seen` int32 `[num_rows,
     1]`: the last slot of the block that a query sees, negative if none; None if all queries see all slots.
 
-    The scores of one head are computed during the softmax of the head before it, so that matrix and vector units work
-    at the same time. Two buffers for scores alternate, at addresses that are static for the compiler.
+    Heads are computed in groups that share products (`heads_of_a_product`). The scores of one group are computed during
+    the softmax of the group before it, so that matrix and vector units work at the same time. Two buffers for scores
+    alternate, at addresses that are static for the compiler.
     """
     heads, _, lanes = queries.shape
-    rows, first_rows = pl.ds(first_row, num_rows), pl.ds(0, num_rows)
     _, _, kv_heads, parts, _, _ = buffers.shape
+    together = sums.scores.shape[1] // queries.shape[1]
+    groups, rows = heads // together, together * num_rows
+    if last_seen is not None:
+        last_seen = jnp.concatenate([last_seen] * together, axis=0)
 
-    def side(head: Scalar, part: int, lanes: int) -> jax.Array:
-        found = buffers[slot, :, head // (heads // kv_heads), part, :, :lanes]
+    def of_group(group: Scalar) -> tuple[Any, Any]:
+        """The index of a group's queries in an array by heads."""
+        return pl.ds(group * together, together), pl.ds(first_row, num_rows)
+
+    def load(array: Ref, group: Scalar) -> jax.Array:
+        return array[of_group(group)].reshape(rows, array.shape[2])
+
+    def store(array: Ref, group: Scalar, found: jax.Array) -> None:
+        array[of_group(group)] = found.reshape(together, num_rows, array.shape[2])
+
+    def side(group: Scalar, part: int, lanes: int) -> jax.Array:
+        found = buffers[slot, :, group // (groups // kv_heads), part, :, :lanes]
         return found.reshape(-1, lanes).astype(queries.dtype)
 
-    def score(head: Scalar, turn: int) -> None:
-        found = matmul_nt(queries[head, rows], side(head, 0, lanes))
+    def score(group: Scalar, turn: int) -> None:
+        found = matmul_nt(load(queries, group), side(group, 0, lanes))
         if options.soft_cap is not None:
-            found = options.soft_cap * jnp.tanh(found * per_head[SOFT_CAP_FACTOR, head])
+            found = options.soft_cap * jnp.tanh(found * per_head[SOFT_CAP_FACTOR, group * together])
         if last_seen is not None:
             place = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
             visible = place <= last_seen
             if options.window is not None:
                 visible &= place > last_seen - options.window
             found = jnp.where(visible, found, MASKED)
-        sums.scores[turn, first_rows] = found
-        sums.row_largest[turn, first_rows] = jnp.broadcast_to(largest_of_rows(found), (num_rows, LANES))
+        sums.scores[turn, :rows] = found
+        sums.row_largest[turn, :rows] = jnp.broadcast_to(largest_of_rows(found), (rows, LANES))
 
-    def add(head: Scalar, turn: int) -> None:
-        unit = per_head[SCORE_UNIT, head]
-        old = sums.largest[head, rows]
-        new = jnp.maximum(old, sums.row_largest[turn, first_rows])
-        weights = lanewise(lambda tile: jnp.exp2((tile - new) * unit), sums.scores[turn, first_rows])
+    def add(group: Scalar, turn: int) -> None:
+        unit = per_head[SCORE_UNIT, group * together]
+        old = load(sums.largest, group)
+        new = jnp.maximum(old, sums.row_largest[turn, :rows])
+        weights = lanewise(lambda tile: jnp.exp2((tile - new) * unit), sums.scores[turn, :rows])
         shrink = jnp.exp2((old - new) * unit)
-        added = matmul(weights.astype(queries.dtype), side(head, parts - 1, sums.weighted.shape[2]))
-        sums.largest[head, rows] = new
-        sums.total[head, rows] = sums.total[head, rows] * shrink + sum_of_lane_tiles(weights)
-        sums.weighted[head, rows] = lanewise(jnp.multiply, sums.weighted[head, rows], shrink) + added
+        added = matmul(weights.astype(queries.dtype), side(group, parts - 1, sums.weighted.shape[2]))
+        store(sums.largest, group, new)
+        store(sums.total, group, load(sums.total, group) * shrink + sum_of_lane_tiles(weights))
+        store(sums.weighted, group, lanewise(jnp.multiply, load(sums.weighted, group), shrink) + added)
 
-    def add_and_score_next(head: Scalar, member: int) -> None:
-        score(jnp.minimum(head + 1, heads - 1), (member + 1) % 2)
-        add(head, member % 2)
+    def add_and_score_next(group: Scalar, member: int) -> None:
+        score(jnp.minimum(group + 1, groups - 1), (member + 1) % 2)
+        add(group, member % 2)
 
     score(0, 0)
 
-    @pl.loop(0, heads // HEADS_TOGETHER)
-    def _(group: jax.Array) -> None:
+    @pl.loop(0, groups // HEADS_TOGETHER)
+    def _(iteration: jax.Array) -> None:
         for member in range(HEADS_TOGETHER):
-            add_and_score_next(group * HEADS_TOGETHER + member, member)
+            add_and_score_next(iteration * HEADS_TOGETHER + member, member)
 
-    for head in range(heads // HEADS_TOGETHER * HEADS_TOGETHER, heads):
-        add_and_score_next(head, head % HEADS_TOGETHER)
+    for group in range(groups // HEADS_TOGETHER * HEADS_TOGETHER, groups):
+        add_and_score_next(group, group % HEADS_TOGETHER)
