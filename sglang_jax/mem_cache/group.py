@@ -28,7 +28,7 @@ by one would cost the host as much as the rest of a step."""
 class Group(ABC):
     """Takes, shares, retires and frees pages of one pool. Subclasses differ by the lifetime of pages.
 
-    - `lengths`: of the rows, shared by all groups; `component`: of the tree.
+    - `lengths`: of the rows, shared by all groups; `component`: of the tree; `table`: of the rows' pages.
     - `grows`: `KVCache` gives rows pages as they grow. Otherwise a row has a fixed number, and the group makes room
       itself.
     - `slack`: pages that a row may keep without need while pages are not short; 0 if it never gives up any.
@@ -39,13 +39,13 @@ class Group(ABC):
     slack: int = 0
     least_gain: int = 0
 
-    def __init__(self, spec: PoolSpec, component: PooledComponent, lengths: RowLengths, columns: int) -> None:
+    def __init__(self, spec: PoolSpec, component: PooledComponent, lengths: RowLengths, table: PageTable) -> None:
         self.spec = spec
         self.name = spec.name
         self.page_size = spec.page_size
         self.pool = component.pool
         self.component = component
-        self.table = PageTable(len(lengths.kv_allocated), columns)
+        self.table = table
         self.lengths = lengths
         self.num_evicted = 0
         self._retired: deque[tuple[int, Pages]] = deque()
@@ -306,9 +306,9 @@ class WindowGroup(Group):
     component: WindowKV
 
     def __init__(
-        self, spec: PoolSpec, component: WindowKV, lengths: RowLengths, columns: int, step_tokens: int
+        self, spec: PoolSpec, component: WindowKV, lengths: RowLengths, table: PageTable, step_tokens: int
     ) -> None:
-        super().__init__(spec, component, lengths, columns)
+        super().__init__(spec, component, lengths, table)
         self.window = component.window
         self.reach = component.reach
         self.slack = max(self.reach // _SLACK, 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.kv_cache import KVCache
@@ -51,16 +52,26 @@ def page_balance(cache: KVCache, group: Group) -> PageBalance:
     )
 
 
-def check_conservation(cache: KVCache) -> None:
-    """Raises `InvariantError` if a page is lost or counted twice. Cheap enough for every step."""
-    for group in cache.groups:
-        balance = page_balance(cache, group)
-        if not balance.balanced:
-            raise InvariantError(f"pages of group {group.name} do not add up: {balance}")
+def check_conservation(cache: AnyCache) -> None:
+    """Raises `InvariantError` if a page is lost or counted twice, on any rank. Cheap enough for every step."""
+    for one in cache.ranks:
+        for group in one.groups:
+            balance = page_balance(one, group)
+            if not balance.balanced:
+                raise InvariantError(f"pages of group {group.name}{_of_rank(cache, one)} do not add up: {balance}")
 
 
-def idle_fault(cache: KVCache) -> str:
-    """Describes pages that do not add up while no request has a row and no step is in flight; empty if all do. O(1)."""
+def _of_rank(cache: AnyCache, one: KVCache) -> str:
+    return "" if len(cache.ranks) == 1 else f" on rank {one.rank}"
+
+
+def idle_fault(cache: AnyCache) -> str:
+    """Describes pages that do not add up while no request has a row and no step is in flight; empty if all do. O(1) for
+    each rank."""
+    return next((fault + _of_rank(cache, one) for one in cache.ranks if (fault := _idle_fault(one))), "")
+
+
+def _idle_fault(cache: KVCache) -> str:
     for group in cache.groups:
         session = group.component.session
         if group.available + session != group.pool.total or cache.open_rows or not cache.all_rows_free:
@@ -72,10 +83,20 @@ def idle_fault(cache: KVCache) -> str:
     return ""
 
 
-def check_everything(cache: KVCache) -> None:
-    """Recounts locks, totals and owners from the tree and the rows. Raises `InvariantError`. O(pages + nodes): for
-    tests."""
+def check_everything(cache: AnyCache) -> None:
+    """Recounts locks, totals and owners from the tree and the rows, of each rank. Raises `InvariantError`. O(pages +
+    nodes): for tests."""
     check_conservation(cache)
+    for one in cache.ranks:
+        _check_one(one)
+    rows = sorted(row for one in cache.ranks for row in one.open_rows)
+    _require(rows == sorted(cache.open_rows), f"rows {sorted(cache.open_rows)} are open, those of the ranks are {rows}")
+    for one in cache.ranks:
+        mine = {row for row in one.open_rows if cache.of_row(row) is one}
+        _require(mine == set(one.open_rows), f"rank {one.rank} has rows {sorted(one.open_rows)}, not all its own")
+
+
+def _check_one(cache: KVCache) -> None:
     dead = _dead_nodes(cache)
     _check_nodes(cache)
     for record in cache.open_rows.values():

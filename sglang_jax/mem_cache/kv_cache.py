@@ -4,14 +4,19 @@ layers holds its own pages of them, and a row grows in all groups or in none."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
 from sglang_jax.config import EvictionPolicy
-from sglang_jax.mem_cache.build import build_groups
+from sglang_jax.mem_cache.build import build_groups, page_tables
 from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.kv_validation import KVValidation
 from sglang_jax.mem_cache.ledger import request_owner
 from sglang_jax.mem_cache.lengths import ONE, Index, RowLengths
+from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.pins import Kept, Pins
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Bookmark, Namespace, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
@@ -34,10 +39,21 @@ _LONG_RUN = 8
 """From this many pages per row, rows get their pages as runs, one row at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """The rows of which several caches have some each, with the same arrays. `serials`: numbers rows in the order in
+    which requests get them."""
+
+    lengths: RowLengths
+    tables: tuple[PageTable, ...]
+    serials: Iterator[int]
+
+
 class KVCache:
     """Groups of pages, the prefix tree over them, and the rows that use them.
 
     - `pools`: one per group of layers, with the same page size; `max_rows`, `max_context`: of the page tables.
+    - `shared`, `own_rows`: of a cache of one of several ranks (see `DataParallelCache`), and `rank`.
     - `step_tokens`: maximum tokens of a row in one step; `max_context` by default.
     - `drafts`: whether steps may write tokens that are rejected; `state_interval`: see `StateGroup`.
     - `reuse`: False turns the prefix cache off. `debug`: keeps a ledger of owners.
@@ -55,19 +71,26 @@ class KVCache:
         reuse: bool = True,
         eviction: EvictionPolicy = EvictionPolicy.LRU,
         debug: bool = False,
+        rank: int = 0,
+        shared: SharedRows | None = None,
+        own_rows: range | None = None,
     ) -> None:
         sizes = {pool.page_size for pool in pools}
         if len(sizes) != 1:
             raise ValueError(f"pages of all groups must hold the same number of tokens, got {sorted(sizes)}")
         (self.page_size,) = sizes
         self.reuse = reuse
-        self.lengths = RowLengths(max_rows, drafts)
-        columns = -(-max_context // self.page_size)
+        shared = shared or SharedRows(
+            RowLengths(max_rows, drafts), page_tables(pools, max_rows, max_context), itertools.count(1)
+        )
+        own_rows = own_rows or range(max_rows)
+        self.rank = rank
+        self.lengths = shared.lengths
         most = max_context if step_tokens is None else min(step_tokens, max_context)
         self.groups = build_groups(
             pools,
             self.lengths,
-            columns,
+            shared.tables,
             eviction=eviction,
             step_tokens=most,
             state_interval=state_interval if reuse else 0,
@@ -79,7 +102,7 @@ class KVCache:
         self._fixed_last = sorted(enumerate(self.groups), key=lambda one: not one[1].grows)
         self._shrinking = [group for group in self.groups if group.slack]
         self._drafts = drafts
-        self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
+        self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups), rank)
         self.pins = Pins(self.tree, self.groups)
         self.open_rows: dict[int, RowKV] = {}
         self.trust = KVValidation(self.tree, self.groups)
@@ -87,9 +110,9 @@ class KVCache:
         self._steps_between = 1 if drafts else min([_MAX_BETWEEN, *(group.slack for group in self._shrinking)])
         self._steps_since_let_go = 0
         self._lag: Index = np.zeros(max_rows, np.intp)
-        self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._max_rows = max_rows
-        self._serial = 0
+        self._free_rows = list(reversed(own_rows))
+        self._num_rows = len(own_rows)
+        self._serials = shared.serials
         self._within_page: Index = np.array(self.page_size - 1, np.intp)
         self.launched_step = self.finished_step = -1
 
@@ -103,7 +126,29 @@ class KVCache:
 
     @property
     def all_rows_free(self) -> bool:
-        return len(self._free_rows) == self._max_rows
+        return len(self._free_rows) == self._num_rows
+
+    @property
+    def ranks(self) -> tuple[KVCache, ...]:
+        """The caches of the ranks: this one."""
+        return (self,)
+
+    @property
+    def short_rank(self) -> int:
+        """The rank that was short of pages last: this one."""
+        return self.rank
+
+    def note_short(self, row: int) -> None:
+        """The rank of a row is short of pages."""
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether rows give up pages while they run."""
+        return bool(self._shrinking)
+
+    def of_row(self, row: int) -> KVCache:
+        """The cache that has a row: this one."""
+        return self
 
     @property
     def available_pages(self) -> int:
@@ -145,6 +190,14 @@ class KVCache:
         Changes only the `bookmark`."""
         return self.tree.probe(tokens, namespace, limit if self.reuse else 0, bookmark)
 
+    def probes(self, tokens: bytes, limit: int, namespace: Namespace, bookmark: Bookmark | None = None) -> list[Probe]:
+        """`probe` of every rank with a free row: one."""
+        return [self.probe(tokens, limit, namespace, bookmark)]
+
+    def load_of(self, rank: int) -> int:
+        """The load of a rank, in tokens, by which ranks are compared; a single one has none."""
+        return 0
+
     def peek(self, tokens: bytes, limit: int, namespace: Namespace, bookmark: Bookmark | None = None) -> int:
         """Length of the cached prefix of a prompt (int32 bytes), at most `limit`. Changes only the `bookmark`."""
         if bookmark is not None and bookmark.holds(limit if self.reuse else 0):
@@ -158,9 +211,8 @@ class KVCache:
         `RowKV`; `shared_len`: length of a prefix that other prompts probably share; `total`: tokens of the prompt."""
         node = self.tree.claim(probe)
         self.tree.lock(node)
-        self._serial += 1
         row = self._free_rows.pop()
-        record = RowKV(row, node.namespace, node, self.lengths, self._serial, probe.length, session=session)
+        record = RowKV(row, node.namespace, node, self.lengths, next(self._serials), probe.length, session=session)
         record.stops = stops
         record.shared_end = shared_len // self.page_size * self.page_size
         self._lag[row] = _CLIENT_LAG if session and stops else 0
@@ -209,7 +261,7 @@ class KVCache:
                 self._give_runs(rows, first, counts)
             else:
                 starts = np.cumsum(counts) - counts
-                self._give(np.repeat(rows, counts), np.arange(total) + np.repeat(first - starts, counts))
+                self.give(np.repeat(rows, counts), np.arange(total) + np.repeat(first - starts, counts))
         self.lengths.first_query[rows] = before
         self.lengths.kv_allocated[rows] = np.maximum(held, lengths)
         self.lengths.kv_planned[rows] = lengths
@@ -228,8 +280,6 @@ class KVCache:
         needy = rows[crossing]
         if len(needy):
             held = lengths[crossing]
-            if self._shrinking:
-                self._let_go_at_intervals(not self._has(len(needy)))
             if not self._grow(needy, held // self.page_size):
                 return None
             self._cross_boundary(needy, held, prompts_wait)
@@ -238,6 +288,18 @@ class KVCache:
         lengths += ONE
         self.lengths.kv_allocated[rows] = lengths
         return lengths
+
+    def make_room(self, count: int) -> bool:
+        """Makes room for `count` pages in each growing group, for decode rows of the next step: rows give up pages
+        behind their windows, and cached pages are evicted. False if a group is short."""
+        if self._shrinking:
+            self._let_go_at_intervals(not self._has(count))
+        return self._make_room(count)
+
+    def give(self, rows: Index, columns: Index) -> None:
+        """Gives `rows[i]` the page of `columns[i]` in each growing group. The caller has made room."""
+        for group in self._growing:
+            group.table.write(rows, columns, group.take(len(rows), group.owners(rows)))
 
     def _extend_by(self, rows: Index, widths: Int32, evict: bool, prompts_wait: bool) -> Index | None:
         before = self.lengths.kv_planned[rows]
@@ -386,9 +448,9 @@ class KVCache:
         return np.fromiter(self.open_rows, np.intp, len(self.open_rows))
 
     def _grow(self, rows: Index, columns: Index) -> bool:
-        if not self._make_room(len(columns)):
+        if not self.make_room(len(columns)):
             return False
-        self._give(rows, columns)
+        self.give(rows, columns)
         return True
 
     def _has(self, count: int) -> bool:
@@ -403,10 +465,6 @@ class KVCache:
             if shortfall > 0:
                 group.num_evicted += self.tree.evict(group.component, shortfall)
         return True
-
-    def _give(self, rows: Index, columns: Index) -> None:
-        for group in self._growing:
-            group.table.write(rows, columns, group.take(len(rows), group.owners(rows)))
 
     def _give_runs(self, rows: Index, first: Index, counts: Index) -> None:
         """Gives each row `counts` pages from column `first`, `[rows]` each."""

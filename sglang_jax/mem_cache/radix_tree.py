@@ -4,7 +4,7 @@ of int32 token ids, as bytes, so that comparing 8,000 tokens is one memory compa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -89,13 +89,15 @@ class Node:
 @dataclass(slots=True)
 class Probe:
     """The end of the longest cached prefix: after `covered` pages of `node`, or at its end (`whole`). `length`: of the
-    prefix in tokens, whole pages; `known`: tokens for which the tree's keys match. Valid until the tree changes."""
+    prefix in tokens, whole pages; `known`: tokens for which the tree's keys match; `rank`: of the tree. Valid until the
+    tree changes."""
 
     node: Node
     covered: int
     whole: bool
     length: int
     known: int = 0
+    rank: int = 0
 
 
 @dataclass(slots=True)
@@ -106,7 +108,8 @@ class Bookmark:
       with which the prompt continues for at least one page, `page`, None if there is none; `child_end`: its `end`.
     - `length`: the longest cached prefix in tokens, for this `limit`. `sure`: it can change only if one of these nodes
       does.
-    - `visited`: number of nodes visited so far.
+    - `visited`: number of nodes visited so far. `of_ranks`: those in the trees of several ranks; of this one itself,
+      only `length` and `visited` are then kept.
     """
 
     node: Node | None = None
@@ -118,6 +121,7 @@ class Bookmark:
     length: int = 0
     sure: bool = False
     visited: int = 0
+    of_ranks: dict[int, Bookmark] = field(default_factory=dict)
 
     def holds(self, limit: int) -> bool:
         """Whether a probe would find the same `length`."""
@@ -143,10 +147,11 @@ class RadixTree:
     node, however many turns it has. `writing`: serials of records whose KV may still turn out not to be finite.
     """
 
-    def __init__(self, page_size: int, components: tuple[Component, ...]) -> None:
+    def __init__(self, page_size: int, components: tuple[Component, ...], rank: int = 0) -> None:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.components = components
+        self.rank = rank
         self._partial = [(index, one) for index, one in enumerate(components) if not one.complete]
         self.roots: dict[Namespace, Node] = {}
         self.num_nodes = 0
@@ -169,17 +174,17 @@ class RadixTree:
         if root is None:
             if bookmark is not None:
                 bookmark.node, bookmark.length = None, 0
-            return Probe(self.root(namespace), 0, True, 0)
+            return Probe(self.root(namespace), 0, True, 0, 0, self.rank)
         size = len(tokens) if limit is None else max(limit, 0) // self.page_size * self.page_bytes
         start = self._resume(root, bookmark, size // self.page_bytes)
         reached = list(self._walk(start, tokens, size, start.end * self.page_bytes))
         if self._partial:
             probe = self._probe_partial(root, start, reached)
         elif not reached:
-            probe = Probe(start, start.length, True, start.end * self.page_size)
+            probe = Probe(start, start.length, True, start.end * self.page_size, 0, self.rank)
         else:
             node, first, end, whole = reached[-1]
-            probe = Probe(node, (end - first) // self.page_bytes, whole, end // TOKEN_BYTES)
+            probe = Probe(node, (end - first) // self.page_bytes, whole, end // TOKEN_BYTES, 0, self.rank)
         if bookmark is not None:
             node = next((node for node, _, _, whole in reversed(reached[-2:]) if whole), start)
             end = node.end * self.page_bytes
@@ -217,10 +222,11 @@ class RadixTree:
                 last = one.last_start(passed, last)
             agreed = last == before or len(self._partial) == 1
         if last < 0:
-            return Probe(root, 0, True, 0, known)
+            return Probe(root, 0, True, 0, known, self.rank)
         node, covered = passed[last]
         whole = covered == node.length
-        return Probe(node, covered, whole, (node.end - node.length + covered) * self.page_size, known)
+        length = (node.end - node.length + covered) * self.page_size
+        return Probe(node, covered, whole, length, known, self.rank)
 
     def claim(self, probe: Probe) -> Node:
         """Returns the node at whose end a probe's prefix ends, for a request to start; splits a node if necessary."""

@@ -12,6 +12,7 @@ from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.guesses import Guesses
 from sglang_jax.mem_cache.ledger import Pages, request_owner
 from sglang_jax.mem_cache.lengths import Index, RowLengths
+from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Insertion, Node
 from sglang_jax.mem_cache.row_kv import MAX_BRANCHES, RowKV
 from sglang_jax.mem_cache.state import States
@@ -46,8 +47,10 @@ class StateGroup(Group):
     least_gain = MIN_GAIN
     gain_over_loss = GAIN_OVER_LOSS
 
-    def __init__(self, spec: PoolSpec, component: States, lengths: RowLengths, number: int, interval: int) -> None:
-        super().__init__(spec, component, lengths, 1)
+    def __init__(
+        self, spec: PoolSpec, component: States, lengths: RowLengths, table: PageTable, number: int, interval: int
+    ) -> None:
+        super().__init__(spec, component, lengths, table)
         self.number = number
         rows = len(lengths.kv_allocated)
         self.interval = self.pages_for(interval) * self.page_size

@@ -89,7 +89,7 @@ class FakeRunner:
         self._invalid_token = invalid_token
         self._page_size = spec.pools[0].page_size
         self._windows = tuple([pool.window for pool in spec.pools])
-        self._slots = [[0xBAD] * (pool.num_pages * self._page_size) for pool in spec.pools]
+        self._slots = [[0xBAD] * (pool.num_pages * self._page_size * spec.dp_ranks) for pool in spec.pools]
         self._tables = [np.zeros((spec.max_rows, pool.columns(spec.max_context)), np.int32) for pool in spec.pools]
         self._states = {
             number: [0xBAD] * pool.num_pages for number, pool in enumerate(spec.pools) if pool.kind.keeps_states
@@ -168,13 +168,13 @@ class FakeRunner:
         self._handle = FakeHandle(lambda masks: self._run(plan, begin, masks), self._lazy, masked, words)
         return self._handle
 
-    def scribble(self, pages: Int32, group: int = 0) -> None:
-        """Overwrites pages, or slots, with noise, as may happen to free ones."""
+    def scribble(self, pages: Int32, group: int = 0, rank: int = 0) -> None:
+        """Overwrites pages, or slots, of a rank with noise, as may happen to free ones."""
         for page in pages.tolist():
             if group in self._states:
                 self._states[group][page] = fake_model.mix(page, 0xDEAD)
                 continue
-            first = page * self._page_size
+            first = self._first_of(group, rank, page)
             self._slots[group][first : first + self._page_size] = [fake_model.mix(page, 0xDEAD)] * self._page_size
 
     def _check(self, plan: StepPlan) -> None:
@@ -201,6 +201,8 @@ class FakeRunner:
             assert (plan.tokens[ends] != DRAFT).all(), "a masked sequence with drafts"
         assert plan.length_on_device is None or self._spec.max_samples > 1, "the runner was not asked to learn lengths"
         assert plan.num_tokens <= self._spec.token_budget, f"{plan.num_tokens} tokens in one step"
+        on_ranks = np.bincount(plan.rows // self._spec.rows_of_rank, plan.query_lens)
+        assert on_ranks.max() <= self._spec.rank_tokens, f"{on_ranks.max()} tokens in one step of a rank"
         assert plan.samples[: plan.num_decode].all()
         assert int(plan.kv_lens.max()) <= self._spec.max_context
         assert len(plan.page_deltas) == len(self._tables)
@@ -295,7 +297,11 @@ class FakeRunner:
 
     def _slot(self, group: int, row: int, position: int) -> int:
         page = int(self._tables[group][row, position // self._page_size])
-        return page * self._page_size + position % self._page_size
+        return self._first_of(group, row // self._spec.rows_of_rank, page) + position % self._page_size
+
+    def _first_of(self, group: int, rank: int, page: int) -> int:
+        """The first slot of a page, whose number is that of its rank."""
+        return (rank * self._spec.pools[group].num_pages + page) * self._page_size
 
     def _forward(
         self, row: int, start: int, tokens: list[int], begin: int, choice: Sequence[int]

@@ -86,6 +86,8 @@ class RunnerSpec:
     - `pooling`: the runner gives vectors of prompts, `pooled_width` numbers each, or scores of as many labels; no plan
       samples. None for a runner that samples.
     - `whole_prompts`: a query sees all tokens of its prompt, so a sequence is a whole prompt.
+    - `dp_ranks`: ranks that divide rows among them, in runs of the same length: each computes the attention of its
+      rows, at most `rank_tokens` tokens a step, with pools of `num_pages` pages of its own.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -101,10 +103,30 @@ class RunnerSpec:
     pooling: Pooling | None = None
     pooled_width: int = 0
     whole_prompts: bool = False
+    dp_ranks: int = 1
 
     def __post_init__(self) -> None:
         if len({pool.name for pool in self.pools}) < len(self.pools):
             raise ValueError(f"pools named {', '.join(pool.name for pool in self.pools)}: names must differ")
+
+    def check_ranks(self) -> None:
+        """Raises `ValueError` if rows cannot be divided among its ranks."""
+        for name, number in (("max_rows", self.max_rows), ("token_budget", self.token_budget)):
+            if number % self.dp_ranks:
+                raise ValueError(f"{name} {number} cannot be divided among {self.dp_ranks} ranks")
+        kept = [pool.name for pool in self.pools if pool.kind.keeps_states]
+        if kept or self.max_samples > 1 or self.pooling is not None:
+            what = f"states ({kept[0]})" if kept else "drafts" if self.max_samples > 1 else "pooling"
+            raise ValueError(f"{self.dp_ranks} ranks cannot divide rows with {what}")
+
+    @property
+    def rows_of_rank(self) -> int:
+        return self.max_rows // self.dp_ranks
+
+    @property
+    def rank_tokens(self) -> int:
+        """Maximum tokens of a step on one rank."""
+        return self.token_budget // self.dp_ranks
 
     @property
     def max_pages_per_row(self) -> int:
@@ -117,10 +139,11 @@ class RunnerSpec:
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that the first pool with pages holds; slots times the maximum context if there are only states."""
+        """Tokens that the first pool with pages holds, on all ranks; slots times the maximum context if there are only
+        states."""
         pool = next((pool for pool in self.pools if not pool.kind.keeps_states), self.pools[0])
         tokens = self.max_context if pool.kind.keeps_states else pool.page_size
-        return (pool.num_pages - 1) * tokens
+        return (pool.num_pages - 1) * tokens * self.dp_ranks
 
 
 @dataclass(frozen=True, slots=True)

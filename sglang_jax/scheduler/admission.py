@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.mem_cache.group import Group
-from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.radix_tree import Probe
 from sglang_jax.scheduler.chunking import PRIORITY_TURN, PrefillWork, goes_by_priority
@@ -53,6 +53,11 @@ LEAST_WORK_LOOKS = 8
 """Requests with the least work considered in a step whose tokens are all claimed."""
 
 
+HELD_PER_COMPUTED = 16
+"""A token of a prompt to compute weighs as much as this many tokens of KV that a rank's rows have, when a request gets
+a rank: a step waits for the rank that reads the most, but a prompt is computed once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """The requests that one look removed from the queue: `seated`, in this order, each with pages and in PREFILL; and
@@ -88,7 +93,7 @@ class Admission:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: AnyCache,
         rows: Rows,
         queue: WaitingQueue,
         reserve: NewTokenReserve,
@@ -226,29 +231,41 @@ class Admission:
             self._queue.remove(request)
             look.too_large.append(request)
             return True
-        probe = self._probe(request)
-        if request is not look.aged and self._should_wait(request, probe, look):
+        probes = self._probes(request, look)
+        if request is not look.aged and self._should_wait(request, probes[0], look):
             look.skipped += 1
             return look.skipped < MAX_SHARERS_PASSED
-        while not look.fits(request, probe):
-            if not (self._reclaim() or self._release_a_session(request, probe, look)):
-                return self._note_refusal(request, probe, look)
-            probe = self._probe(request)
+        while (probe := look.first_that_fits(request, probes)) is None:
+            if not (self._reclaim() or self._release_a_session(request, probes, look)):
+                return self._note_refusal(request, probes[0], look)
+            probes = self._probes(request, look)
         self._seat(request, probe, look)
         for refused in look.refused:
             refused.waiting.overtaken_by += 1
         return not any(self._keeps_room(refused, look.step) for refused in look.refused)
 
-    def _probe(self, request: Request) -> Probe:
+    def _probes(self, request: Request, look: _Look) -> list[Probe]:
+        """The prefixes from which the request may start, one of each rank with a free row; the best rank first, by the
+        tokens to compute there, less those that another prompt is about to cache, and by its load."""
         bookmark = request.waiting.bookmark
-        return self._cache.probe(request.tokens, request.match_limit, request.namespace, bookmark)
+        probes = self._cache.probes(request.tokens, request.match_limit, request.namespace, bookmark)
+        if len(probes) == 1:
+            return probes
 
-    def _release_a_session(self, request: Request, probe: Probe, look: _Look) -> bool:
-        pins = self._cache.pins
-        if not pins.held or not look.fits(request, probe, without_sessions=True):
-            return False
+        def cost(probe: Probe) -> tuple[int, int]:
+            left = request.prefill_len - look.in_progress.length_of(request, probe)
+            load = self._cache.load_of(probe.rank)
+            return left + load // HELD_PER_COMPUTED, load
+
+        return sorted(probes, key=cost)
+
+    def _release_a_session(self, request: Request, probes: list[Probe], look: _Look) -> bool:
         own = None if request.turn is None else request.turn.session.pin
-        return pins.relieve(look.short(request, probe), own)
+        for probe in probes:
+            pins = self._cache.ranks[probe.rank].pins
+            if pins.held and look.fits(request, probe, without_sessions=True):
+                return pins.relieve(look.short(request, probe), own)
+        return False
 
     def _seat(self, request: Request, probe: Probe, look: _Look) -> None:
         oldest, next_turn = self._queue.oldest(), self._queue.next_turn()
@@ -295,7 +312,7 @@ class Admission:
 class _Look:
     def __init__(
         self,
-        cache: KVCache,
+        cache: AnyCache,
         rows: Rows,
         reserve: NewTokenReserve,
         claiming: list[Request],
@@ -321,8 +338,8 @@ class _Look:
         self.guest: Request | None = None
         self.flows = {request.flow_key for request in rows.requests if request is not None}
         self._tried: set[int] = set()
-        self._rooms = [_Room(group) for group in cache.groups]
-        self._counted = False
+        self._rooms = [[_Room(group) for group in one.groups] for one in cache.ranks]
+        self._counted: set[int] = set()
 
     @property
     def fully_claimed(self) -> bool:
@@ -342,38 +359,45 @@ class _Look:
     def fits(self, request: Request, probe: Probe, *, without_sessions: bool = False) -> bool:
         """Whether every group has room for a request, the running requests and the reserve for the output of all;
         `without_sessions`: by estimate, if sessions kept no pages."""
-        ratio = self._ratio_now()
-        return all(room.fits(request, probe, ratio, without_sessions=without_sessions) for room in self._rooms)
+        rooms, ratio = self._rooms[probe.rank], self._ratio_now(probe.rank)
+        return all(room.fits(request, probe, ratio, without_sessions=without_sessions) for room in rooms)
+
+    def first_that_fits(self, request: Request, probes: list[Probe]) -> Probe | None:
+        return next((probe for probe in probes if self.fits(request, probe)), None)
 
     def short(self, request: Request, probe: Probe) -> list[Group]:
-        ratio = self._ratio_now()
-        return [room.group for room in self._rooms if not room.fits(request, probe, ratio)]
+        ratio = self._ratio_now(probe.rank)
+        return [room.group for room in self._rooms[probe.rank] if not room.fits(request, probe, ratio)]
 
-    def _ratio_now(self) -> float:
-        """The reserved fraction of all requests' output, whose needs are counted on the first call; 0 if none runs."""
-        if not self._cache.open_rows:
+    def _ratio_now(self, rank: int) -> float:
+        """The reserved fraction of the output of all requests of a rank, whose needs are counted on the first call; 0
+        if none runs."""
+        if not self._cache.ranks[rank].open_rows:
             return 0.0
-        if not self._counted:
-            self._count()
+        if rank not in self._counted:
+            self._count(rank)
         return self._ratio
 
     def add(self, request: Request, probe: Probe) -> None:
         self.seated.append(request)
         self.flows.add(request.flow_key)
         self.work.add(request, request.prefill_len - probe.length)
-        for room in self._rooms:
+        for room in self._rooms[probe.rank]:
             room.add(request)
         self.in_progress.add(request)
 
-    def _count(self) -> None:
-        """Counts the further needs of requests that had rows before this look and have not ended."""
-        every = self._rows
-        rows = np.nonzero(every.active)[0]
+    def _count(self, rank: int) -> None:
+        """Counts the further needs of a rank's requests that had rows before this look and have not ended."""
+        every, cache = self._rows, self._cache
+        rows, prompts = np.nonzero(every.active)[0], self._prompts
+        if len(cache.ranks) > 1:
+            rows = rows[rows // (len(every.active) // len(cache.ranks)) == rank]
+            prompts = tuple([one for one in prompts if cache.of_row(one.row).rank == rank])
         known = np.maximum(every.num_tokens[rows], self._cache.lengths.kv_allocated[rows])
         left = np.minimum(every.total_len[rows] - known, CLIP).clip(0)
-        for room in self._rooms:
-            room.count(known, left, self._prompts)
-        self._counted = True
+        for room in self._rooms[rank]:
+            room.count(known, left, prompts)
+        self._counted.add(rank)
 
 
 class _Room:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import time
@@ -9,8 +10,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.mem_cache.group import Group
-from sglang_jax.mem_cache.invariants import page_balance
+from sglang_jax.mem_cache.invariants import PageBalance, page_balance
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import Node
 from sglang_jax.scheduler.sessions import Session
@@ -103,19 +105,26 @@ class CacheSummary(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[NodeReport]
 
 
-def summarize_cache(cache: KVCache) -> CacheSummary:
+def summarize_cache(cache: AnyCache) -> CacheSummary:
     """Takes a bounded time, however large the tree is."""
+    trees = [one.tree for one in cache.ranks]
     return CacheSummary(
         page_size=cache.page_size,
-        num_nodes=cache.tree.num_nodes,
-        num_namespaces=len(cache.tree.roots),
-        groups=[_pool(cache, group) for group in cache.groups],
-        nodes=[_node(cache, node) for node in _most_used(cache.tree.roots.values())],
+        num_nodes=sum(tree.num_nodes for tree in trees),
+        num_namespaces=len({name for tree in trees for name in tree.roots}),
+        groups=[_pool(cache, index, group) for index, group in enumerate(cache.ranks[0].groups)],
+        nodes=[_node(one, node, len(trees)) for one in cache.ranks for node in _most_used(one.tree.roots.values())],
     )
 
 
-def _pool(cache: KVCache, group: Group) -> PoolSummary:
-    balance = page_balance(cache, group)
+def _balance(cache: AnyCache, index: int) -> PageBalance:
+    """The pages of a group by owner, on all ranks."""
+    each = [page_balance(one, one.groups[index]) for one in cache.ranks]
+    return PageBalance(*(sum(numbers) for numbers in zip(*map(dataclasses.astuple, each), strict=True)))
+
+
+def _pool(cache: AnyCache, index: int, group: Group) -> PoolSummary:
+    balance = _balance(cache, index)
     return PoolSummary(
         name=group.name,
         unit=_unit(group),
@@ -149,23 +158,23 @@ def _most_used(roots: Iterable[Node]) -> list[Node]:
     return chosen
 
 
-def report_cache(cache: KVCache, sessions: Iterable[Session], now: float | None = None) -> CacheReport:
+def report_cache(cache: AnyCache, sessions: Iterable[Session], now: float | None = None) -> CacheReport:
     """Visits every node once: about 0.1 s for ten thousand. `now`: by the sessions' clock."""
-    nodes = list(cache.tree.nodes())
+    nodes = [(one, node) for one in cache.ranks for node in one.tree.nodes()]
     return CacheReport(
         page_size=cache.page_size,
         num_nodes=len(nodes),
-        num_namespaces=len(cache.tree.roots),
+        num_namespaces=len({name for one in cache.ranks for name in one.tree.roots}),
         groups=_groups(cache, nodes),
-        nodes=[_node(cache, node) for node in _chosen(nodes)],
+        nodes=[_node(one, node, len(cache.ranks)) for one, node in _chosen(nodes)],
         sessions=[_session(cache, one, time.monotonic() if now is None else now) for one in sessions],
     )
 
 
-def _groups(cache: KVCache, nodes: list[Node]) -> list[GroupReport]:
+def _groups(cache: AnyCache, nodes: list[tuple[KVCache, Node]]) -> list[GroupReport]:
     reports = []
-    for group in cache.groups:
-        balance = page_balance(cache, group)
+    for index, group in enumerate(cache.ranks[0].groups):
+        balance = _balance(cache, index)
         reports.append(
             GroupReport(
                 name=group.name,
@@ -177,7 +186,7 @@ def _groups(cache: KVCache, nodes: list[Node]) -> list[GroupReport]:
                 protected=balance.protected,
                 request_owned=balance.request_owned,
                 retired=balance.retired,
-                tombstones=sum(not len(group.component.pages(node)) for node in nodes),
+                tombstones=sum(not len(one.groups[index].component.pages(node)) for one, node in nodes),
             )
         )
     return reports
@@ -187,20 +196,30 @@ def _unit(group: Group) -> str:
     return "slot" if group.unit == "slot" else "page"
 
 
-def _chosen(nodes: list[Node]) -> list[Node]:
+def _chosen(nodes: list[tuple[KVCache, Node]]) -> list[tuple[KVCache, Node]]:
     """The nodes with the most tokens and uses, and their ancestors; each after its parent."""
-    chosen: dict[int, Node] = {}
-    for node in heapq.nlargest(MAX_NODES, nodes, key=lambda one: (one.length * (1 + one.hits), -one.id)):
-        path = [one for one in node.path() if one.id not in chosen]
+    chosen: dict[tuple[int, int], tuple[KVCache, Node]] = {}
+
+    def worth(found: tuple[KVCache, Node]) -> tuple[int, int, int]:
+        cache, node = found
+        return node.length * (1 + node.hits), -node.id, -cache.rank
+
+    for cache, node in heapq.nlargest(MAX_NODES, nodes, key=worth):
+        path = [one for one in node.path() if (cache.rank, one.id) not in chosen]
         if len(chosen) + len(path) <= MAX_NODES:
-            chosen.update({one.id: one for one in reversed(path)})
+            chosen.update({(cache.rank, one.id): (cache, one) for one in reversed(path)})
     return list(chosen.values())
 
 
-def _node(cache: KVCache, node: Node) -> NodeReport:
+def _node(cache: KVCache, node: Node, ranks: int) -> NodeReport:
+    """`ranks`: their number; ids of nodes differ through all of them."""
+
+    def id_of(one: Node | None) -> int:
+        return 0 if one is None or not one.id else (one.id - 1) * ranks + cache.rank + 1
+
     return NodeReport(
-        id=node.id,
-        parent=0 if node.parent is None else node.parent.id,
+        id=id_of(node),
+        parent=id_of(node.parent),
         tokens=node.length * cache.page_size,
         hits=node.hits,
         age=cache.tree.now - node.last_access,
@@ -211,7 +230,7 @@ def _node(cache: KVCache, node: Node) -> NodeReport:
     )
 
 
-def _session(cache: KVCache, session: Session, now: float) -> SessionReport:
+def _session(cache: AnyCache, session: Session, now: float) -> SessionReport:
     return SessionReport(
         id=session.id,
         owner=session.owner,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_jax.errors import CapacityError, NumericalError, RequestError
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.mem_cache.group import Group
-from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.scheduler.constraints import Closed, Constraints
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.recent_outputs import KEY_TOKENS, RecentOutputs
@@ -31,7 +31,7 @@ class Finisher:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: AnyCache,
         rows: Rows,
         queue: Queues,
         publisher: Publisher,
@@ -102,9 +102,9 @@ class Finisher:
         message = f"{request.prefill_len} tokens do not fit the KV pool of {group.size}; raise {group.remedy}"
         self.end(request, "error", insert=False, error=CapacityError(message))
 
-    def end_the_only_one(self) -> None:
-        """Ends the only running request, which has no room left."""
-        (request,) = (request for request in self._rows.requests if request is not None)
+    def end_the_only_one(self, rank: int) -> None:
+        """Ends the only running request of a rank, which has no room left."""
+        (request,) = self.running(rank)
         tokens = int(self._rows.num_tokens[request.row])
         group = self._too_small_for(tokens + 1)
         error = CapacityError(
@@ -116,15 +116,20 @@ class Finisher:
         self.end(request, "error", insert=False, error=error)
 
     def _too_small_for(self, tokens: int) -> Group:
-        group = self._cache.too_small_for(tokens) or self._cache.first_growing
+        group = self._cache.too_small_for(tokens) or self._cache.ranks[0].first_growing
         assert group is not None, "states do not grow"
         return group
 
-    def retract_newest(self) -> bool:
-        """Retracts the newest request of the lowest priority, of the background first; False if none runs. The oldest
-        of the highest priority keeps running, so something always ends; and `RETRACTIONS_IN_TURN` lets every request
-        end, whatever its priority."""
-        return self.retract_one_of([one for one in self._rows.requests if one is not None and self._rows.runs(one)])
+    def running(self, rank: int | None) -> list[Request]:
+        """The running requests of a rank, or of all."""
+        requests = [one for one in self._rows.requests if one is not None and self._rows.runs(one)]
+        return requests if rank is None else [one for one in requests if self._cache.of_row(one.row).rank == rank]
+
+    def retract_newest(self, rank: int | None = None) -> bool:
+        """Retracts a rank's newest request of the lowest priority, of the background first; False if none runs. The
+        oldest of the highest priority keeps running, so something always ends; and `RETRACTIONS_IN_TURN` lets every
+        request end, whatever its priority."""
+        return self.retract_one_of(self.running(rank))
 
     def retract_one_of(self, running: list[Request]) -> bool:
         if not running:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult
@@ -41,7 +41,7 @@ class NonFiniteCheck:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: AnyCache,
         rows: Rows,
     ) -> None:
         self._cache = cache

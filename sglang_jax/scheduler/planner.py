@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from sglang_jax.architectures.pooling import Pooling
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.runner.plan import (
@@ -45,7 +47,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class OutOfPages(Exception):
-    """Pages are short: no step can be planned. Nothing has changed."""
+    """Pages of the cache's `short_rank` are short: no step can be planned. Nothing has changed."""
 
 
 class DecodePart(msgspec.Struct, frozen=True):
@@ -88,7 +90,7 @@ class Planner:
         self,
         spec: RunnerSpec,
         budget: ChunkBudget,
-        cache: KVCache,
+        cache: AnyCache,
         rows: Rows,
         drafting: Drafting | None = None,
         recent: RecentOutputs | None = None,
@@ -108,7 +110,12 @@ class Planner:
         self._budget = budget
         self._cache = cache
         self._rows = rows
-        self._sharing = ChunkSharing()
+        self._sharing = [ChunkSharing() for _ in cache.ranks]
+        self._rank_tokens = spec.rank_tokens
+        self._rows_of_rank = spec.rows_of_rank
+        self.starved: int | None = None
+        """A rank whose prompts could compute nothing in the last step, for lack of pages, though it had no decode
+        rows."""
         self._known_rows: Index = np.zeros(0, np.intp)
         self._known_numbers: Int32 = np.zeros(0, np.int32)
         self._ones: Int32 = np.ones(spec.max_rows, np.int32)
@@ -180,13 +187,24 @@ class Planner:
         """The step with these decode rows and with chunks of running prompts; None if there is nothing to compute.
         Raises `OutOfPages` if there is, but pages are short."""
         chunks = self._choose_chunks(step, decode)
+        self.starved = self._starved_rank(decode, chunks)
         if chunks:
             return self._mixed(step, decode, chunks)
         if len(decode.rows):
             return self._decode_only(step, decode)
         if self._rows.prefilling:
+            self._cache.note_short(self._rows.prefilling[0].row)
             raise OutOfPages
         return None
+
+    def _starved_rank(self, decode: DecodePart, chunks: list[Chunk]) -> int | None:
+        """See `starved`. None if all ranks are, or if there is one rank: then there is no step."""
+        if len(self._cache.ranks) == 1 or not (chunks or len(decode.rows)):
+            return None
+        size = self._rows_of_rank
+        waiting = {request.row // size for request in self._rows.prefilling}
+        waiting -= {chunk.request.row // size for chunk in chunks}
+        return min(waiting.difference((decode.rows // size).tolist()), default=None) if waiting else None
 
     def _decode_only(self, step: int, decode: DecodePart) -> PlannedStep:
         rows, count = decode.rows, len(decode.rows)
@@ -269,9 +287,9 @@ class Planner:
             most = self._token_budget - decode.num_tokens
             parts = whole_prompts(prompts, work, allowance, most, by_priority=by_priority)
         else:
-            parts = self._sharing.share(prompts, work, allowance, longest, by_priority=by_priority)
+            parts = self._share(decode, work, allowance, longest, by_priority)
         cache.let_go(np.array([request.row for request in prompts]), tight=True)
-        size, pages = cache.page_size, cache.available_pages
+        size, left_of = cache.page_size, {one.rank: one.available_pages for one in self._ranks_of(prompts)}
         chunks: list[Chunk] = []
         rows: list[int] = []
         ends: list[int] = []
@@ -279,12 +297,14 @@ class Planner:
             total, record = request.prefill_len, request.record
             start = total - left
             slack = -start % size
+            rank = record.row // self._rows_of_rank
+            pages = left_of[rank]
             end = cache.chunk_end(record, start, start + min(length, slack + pages * size), total)
             length = end - start
             if self._whole_prompts and end < total:
                 continue
             if length > 0:
-                pages -= cache.pages_for(length - slack) if length > slack else 0
+                left_of[rank] -= cache.pages_for(length - slack) if length > slack else 0
                 chunks.append(Chunk(request, start, length, end == total))
                 rows.append(record.row)
                 ends.append(end)
@@ -292,6 +312,32 @@ class Planner:
             granted = cache.extend_rows(np.array(rows), np.array(ends))
             assert granted, "chunks were cut to the pages that there are"
         return chunks
+
+    def _ranks_of(self, prompts: list[Request]) -> Iterable[KVCache]:
+        ranks = self._cache.ranks
+        return ranks if len(ranks) == 1 else {one.row: self._cache.of_row(one.row) for one in prompts}.values()
+
+    def _share(
+        self, decode: DecodePart, work: list[int], allowance: int, longest: list[int], by_priority: bool
+    ) -> list[int]:
+        """The tokens that each running prompt computes. A step lasts as long as that of the rank with the most tokens,
+        so each rank has an equal part of the `allowance`, whatever the others leave of theirs."""
+        prompts, ranks = self._rows.prefilling, len(self._sharing)
+        if ranks == 1:
+            return self._sharing[0].share(prompts, work, allowance, longest, by_priority=by_priority)
+        decoding = np.bincount(decode.rows // self._rows_of_rank, minlength=ranks).tolist()
+        of_rank: dict[int, list[int]] = {}
+        for index, request in enumerate(prompts):
+            of_rank.setdefault(request.row // self._rows_of_rank, []).append(index)
+        parts = [0] * len(prompts)
+        for rank, mine in of_rank.items():
+            most = min(-(-allowance // ranks), self._rank_tokens - decoding[rank])
+            works, limits = [work[index] for index in mine], [longest[index] for index in mine]
+            sharing = self._sharing[rank]
+            found = sharing.share([prompts[index] for index in mine], works, most, limits, by_priority=by_priority)
+            for index, part in zip(mine, found, strict=True):
+                parts[index] = part
+        return parts
 
     def _longest_chunks(self, work: list[int]) -> list[int]:
         if not self._cache.least_gain:

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe
 from sglang_jax.mem_cache.row_kv import MAX_BRANCHES
 from sglang_jax.scheduler.request import Request
 
-Offer = tuple[Namespace, int, bytes]
-"""A page about to be computed: its namespace, the id of its parent node, and its tokens."""
+Offer = tuple[int, Namespace, int, bytes]
+"""A page about to be computed: its rank and namespace, the id of its parent node, and its tokens."""
 
 
 class PrefixesInProgress:
@@ -21,11 +21,11 @@ class PrefixesInProgress:
     shares the longest prefix is asked to end a chunk where the waiting request diverges, and the request waits for
     that."""
 
-    def __init__(self, cache: KVCache, prompts: list[Request]) -> None:
+    def __init__(self, cache: AnyCache, prompts: list[Request]) -> None:
         self._cache = cache
         self._by_length = cache.least_gain > 0
         self._prompts: list[Request] = []
-        self._offers: set[Offer] = set()
+        self._offers: dict[Offer, Request] = {}
         for request in prompts:
             self.add(request)
 
@@ -36,16 +36,26 @@ class PrefixesInProgress:
         record, page = request.record, self._cache.page_size
         first = record.cache_protected_len
         if first + page <= request.prefill_len:
-            self._offers.add(_offer(request, record.locked_node, first, page))
+            rank = self._cache.of_row(record.row).rank
+            self._offers[_offer(request, rank, record.locked_node, first, page)] = request
 
     def will_serve(self, request: Request, probe: Probe) -> bool:
         """Whether more of a waiting request than its `probe` found is about to be cached for another request."""
         if self._by_length:
             return self._will_keep_state(request, probe)
+        return self._server_of(request, probe) is not None
+
+    def length_of(self, request: Request, probe: Probe) -> int:
+        """Tokens of a waiting request that are cached where its `probe` was, or are about to be."""
+        server = self._server_of(request, probe)
+        return probe.length if server is None else _common_prefix(server.tokens, request.tokens)
+
+    def _server_of(self, request: Request, probe: Probe) -> Request | None:
+        """The prompt that is about to compute the next page of a waiting request."""
         cached, page = probe.length, self._cache.page_size
         if not probe.whole or cached + page > request.match_limit:
-            return False
-        return _offer(request, probe.node, cached, page) in self._offers
+            return None
+        return self._offers.get(_offer(request, probe.rank, probe.node, cached, page))
 
     def note_sharers(self, seated: list[Request], waiting: Iterable[Request]) -> None:
         """Makes seated prompts keep states where waiting requests diverge from them, even if these do not wait."""
@@ -80,8 +90,8 @@ class PrefixesInProgress:
         return min(_common_prefix(one.tokens, waiting.tokens) // page * page, limit)
 
 
-def _offer(request: Request, node: Node, first: int, page: int) -> Offer:
-    return request.namespace, node.id, request.tokens[first * TOKEN_BYTES : (first + page) * TOKEN_BYTES]
+def _offer(request: Request, rank: int, node: Node, first: int, page: int) -> Offer:
+    return rank, request.namespace, node.id, request.tokens[first * TOKEN_BYTES : (first + page) * TOKEN_BYTES]
 
 
 def _common_prefix(one: bytes, other: bytes) -> int:

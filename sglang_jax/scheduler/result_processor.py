@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sglang_jax.architectures.pooling import Pooling
-from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepPlan, StepResult
 from sglang_jax.scheduler.constraints import Constraints
@@ -22,7 +22,7 @@ from sglang_jax.scheduler.step_log import StepLog
 class ResultProcessor:
     def __init__(
         self,
-        cache: KVCache,
+        cache: AnyCache,
         rows: Rows,
         drafting: Drafting,
         constraints: Constraints,

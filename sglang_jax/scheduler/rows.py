@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.mem_cache.radix_tree import Probe
 from sglang_jax.runner.plan import Bool, Int32
@@ -62,7 +62,7 @@ class Rows:
     `prefilling`, in order of admission. Requests that are leaving stay in both until the next `sweep`.
     """
 
-    def __init__(self, cache: KVCache, queue: Queues, rows: int, max_context: int) -> None:
+    def __init__(self, cache: AnyCache, queue: Queues, rows: int, max_context: int) -> None:
         self.ids: NDArray[np.int64] = np.zeros(rows, np.int64)
         self.streams: NDArray[np.bool_] = np.zeros(rows, np.bool_)
         self.top_logprobs: NDArray[np.int8] = np.full(rows, -1, np.int8)

@@ -14,8 +14,8 @@ import numpy as np
 from sglang_jax.config import EngineConfig, SpeculativeAlgorithm
 from sglang_jax.errors import MemoryReleasedError, RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
+from sglang_jax.mem_cache.data_parallel import cache_of
 from sglang_jax.mem_cache.invariants import check_conservation, idle_fault
-from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission, Decisions
@@ -69,10 +69,8 @@ class Scheduler:
         spec = runner.spec
         self._runner = runner
         self._check = config.debug_memory
-        self.cache = KVCache(
-            spec.pools,
-            spec.max_rows,
-            spec.max_context,
+        self.cache = cache_of(
+            spec,
             step_tokens=_prompt_tokens(config, spec),
             drafts=spec.max_samples > 1,
             state_interval=config.mamba_track_interval,
@@ -130,6 +128,7 @@ class Scheduler:
         self.released: frozenset[MemoryTag] = frozenset()
         self._pages_checked_at = 0
         self._in_flight: LaunchedStep | None = None
+        self._planned_at_rest = True
 
     @property
     def idle(self) -> bool:
@@ -161,25 +160,27 @@ class Scheduler:
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that the pool of the first group holds."""
+        """Tokens that the pools of the first group hold."""
         return self._runner.spec.max_total_tokens
 
     @property
     def num_used_tokens(self) -> int:
         """Tokens of the first group's pages that are neither free nor evictable. If all layers keep states: of its
         slots, each counting as the maximum context."""
-        group = self.cache.first_growing
-        return round(self.cache.groups[0].usage * self.max_total_tokens) if group is None else group.used_tokens
+        growing = [one.first_growing for one in self.cache.ranks]
+        if growing[0] is None:
+            return round(self.cache.ranks[0].groups[0].usage * self.max_total_tokens)
+        return sum(group.used_tokens for group in growing if group is not None)
 
     @property
     def num_session_tokens(self) -> int:
         """Tokens of the first group's pages that sessions keep; if all layers keep states, of its slots."""
-        group = self.cache.first_growing or self.cache.groups[0]
-        return group.component.session * group.page_size
+        groups = [one.first_growing or one.groups[0] for one in self.cache.ranks]
+        return sum(group.component.session * group.page_size for group in groups)
 
     @property
     def token_usage(self) -> float:
-        return max(group.usage for group in self.cache.groups)
+        return max(group.usage for one in self.cache.ranks for group in one.groups)
 
     def add(self, message: NewRequest) -> None:
         try:
@@ -346,9 +347,9 @@ class Scheduler:
         if self._stress.evicts(self.log.steps):
             evict_all(self.cache)
 
-    def retract_newest(self) -> bool:
+    def retract_newest(self, rank: int | None = None) -> bool:
         """See `Finisher.retract_newest`. No step may be in flight."""
-        return self._finisher.retract_newest()
+        return self._finisher.retract_newest(rank)
 
     def drain_in_flight(self) -> None:
         self._finish_in_flight()
@@ -371,7 +372,10 @@ class Scheduler:
             self._finish_in_flight()
             self.background.give_back()
             self.log.write_retractions(RetractionCause.OTHERS_WAIT)
+        if self._planner.starved is not None:
+            self._feed(self._planner.starved)
         while True:
+            self._planned_at_rest = self._in_flight is None
             try:
                 planned = self._plan(self.cache.launched_step + 1)
             except OutOfPages:
@@ -408,18 +412,33 @@ class Scheduler:
             self._finisher.refuse_too_large(request)
 
     def _make_room(self) -> None:
-        """Frees pages: of ended requests, else by finishing the step in flight, else of rejected drafts and idle
-        sessions, else by retracting a request."""
+        """Frees pages: of ended requests, else by finishing the step in flight, else those of the rank that is short:
+        of rejected drafts and idle sessions, else by retracting a request."""
         if self.rows.release(RECLAIMED_AT_ONCE):
             return
         if self._in_flight is not None:
             self._finish_in_flight()
-        elif self.cache.give_up_drafts() or self.cache.relieve_sessions():
+        elif not (self.cache.give_up_drafts() or self.cache.relieve_sessions()):
+            self._end_or_retract(self.cache.short_rank)
+
+    def _feed(self, rank: int) -> None:
+        """Frees pages of a rank whose prompts had none in the last step, however often requests of other ranks end: of
+        the steps in flight, and if there were none, as `_make_room` does."""
+        at_rest = self._planned_at_rest
+        self._finish_in_flight()
+        self.rows.release(self.rows.num_leaving)
+        cache = self.cache.ranks[rank]
+        if not at_rest or cache.available_pages or not self._finisher.running(rank):
             return
-        elif self.num_running > 1:
-            self.retract_newest()
+        if not cache.relieve_sessions():
+            self._end_or_retract(rank)
+            self.rows.release(self.rows.num_leaving)
+
+    def _end_or_retract(self, rank: int) -> None:
+        if len(self._finisher.running(rank)) > 1:
+            self.retract_newest(rank)
         else:
-            self._finisher.end_the_only_one()
+            self._finisher.end_the_only_one(rank)
 
     def _announce(self, planned: PlannedStep) -> None:
         """Publishes `Started` before a launch, to distinguish executed from queued requests after a crash."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_jax.errors import ParameterError, SessionBusyError, SessionLimitError, SessionNotFoundError, quote
+from sglang_jax.mem_cache.data_parallel import PinsOfRanks
 from sglang_jax.mem_cache.pins import Kept, Pin, Pins
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace
 from sglang_jax.scheduler.commands import OpenSession
@@ -98,7 +99,9 @@ class Sessions:
     another. `held`: turns, by request id, that wait until the row of the previous turn is released, so that they find
     its KV in the cache."""
 
-    def __init__(self, pins: Pins, most: int, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, pins: Pins | PinsOfRanks, most: int, timeout: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.held: dict[int, Request] = {}
         self.num_timed_out = 0
         self._pins = pins

@@ -193,12 +193,19 @@ class StepLog:
 
     def _names_groups(self) -> bool:
         """Whether there is more than one pool of layers that see all tokens."""
-        return [group.name for group in self._scheduler.cache.groups] != ["full"]
+        return [group.name for group in self._scheduler.cache.ranks[0].groups] != ["full"]
 
     def _groups(self) -> list[GroupUsage]:
+        of_all_ranks = zip(*(one.groups for one in self._scheduler.cache.ranks), strict=True)
         return [
-            GroupUsage(group.name, group.used_tokens, group.max_tokens, group.unit, group.session_tokens)
-            for group in self._scheduler.cache.groups
+            GroupUsage(
+                same[0].name,
+                sum(group.used_tokens for group in same),
+                sum(group.max_tokens for group in same),
+                same[0].unit,
+                sum(group.session_tokens for group in same),
+            )
+            for same in of_all_ranks
         ]
 
     def _write_prefill_line(self, planned: PlannedStep) -> None:

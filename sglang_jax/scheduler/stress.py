@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.data_parallel import AnyCache
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.rows import Rows
 
@@ -34,7 +34,8 @@ def retractable(rows: Rows) -> list[Request]:
     return [request for request in running if rows.num_tokens[request.row] > request.prefill_len]
 
 
-def evict_all(cache: KVCache) -> None:
+def evict_all(cache: AnyCache) -> None:
     """Evicts all pages that no request and no session depends on."""
-    for group in cache.groups:
-        group.num_evicted += cache.tree.evict(group.component, group.component.evictable)
+    for one in cache.ranks:
+        for group in one.groups:
+            group.num_evicted += one.tree.evict(group.component, group.component.evictable)

@@ -129,7 +129,7 @@ class Bench:
     `max_samples`: maximum tokens of a row in a step, above 1 with drafts; `max_drafts`: of a step; `least_gain`,
     `gain_over_loss`: of snapshots; `tails`: where prompts are guessed to diverge at first, at a cost of one token each;
     None: as on a server, which makes no guess for prompts of fewer than 200 tokens; `pooling`: every request wants a
-    vector; `whole`: of a prompt that is computed whole.
+    vector; `whole`: of a prompt that is computed whole; `ranks`: with `rows`, `pages` and `budget` of each.
     """
 
     pages: int = 64
@@ -152,14 +152,15 @@ class Bench:
     tails: tuple[int, ...] | None = None
     pooling: Pooling | None = None
     whole: bool = False
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         groups = ((self.window, self.pages), *self.more)
         pools = pools_of([(sees, pages + 1) for sees, pages in groups], self.page_size)
         spec = RunnerSpec(
             pools,
-            self.rows,
-            self.budget,
+            self.rows * self.ranks,
+            self.budget * self.ranks,
             self.context,
             VOCAB,
             max_samples=self.max_samples,
@@ -167,18 +168,19 @@ class Bench:
             pooling=self.pooling,
             pooled_width=0 if self.pooling is None else POOLED_WIDTH,
             whole_prompts=self.whole,
+            dp_ranks=self.ranks,
         )
         if self.subject is None:
             self.runner = FakeRunner(spec, lazy=self.lazy, invalid_token=self.invalid_token)
         else:
             self.runner = self.subject.runner(spec)
         self.config = EngineConfig(
-            chunked_prefill_size=self.chunk, page_size=self.page_size, debug_memory=True, **self.options
+            chunked_prefill_size=self.chunk * self.ranks, page_size=self.page_size, debug_memory=True, **self.options
         )
         self.channel = RecordingChannel()
         grammars = FakeCompiler(FakeGrammars(VOCAB, EOS))
         self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel, grammars=grammars)
-        if (states := states_of(self.scheduler.cache)) is not None:
+        if (states := states_of(self.scheduler.cache.ranks[0])) is not None:
             states.least_gain = self.least_gain
             states.gain_over_loss = self.gain_over_loss
             if self.tails is not None:
@@ -267,16 +269,17 @@ def pools_of(groups: Sequence[tuple[Sees, int]], page_size: int) -> tuple[PoolSp
 
 def scribble_on_free(scheduler: Scheduler, runner: FakeRunner) -> None:
     """From now on a page's content is destroyed as soon as it is free."""
-    for index, group in enumerate(scheduler.cache.groups):
-        _scribble_on_free(group.pool, runner, index)
+    for one in scheduler.cache.ranks:
+        for index, group in enumerate(one.groups):
+            _scribble_on_free(group.pool, runner, index, one.rank)
 
 
-def _scribble_on_free(pool: PagePool, runner: FakeRunner, group: int) -> None:
+def _scribble_on_free(pool: PagePool, runner: FakeRunner, group: int, rank: int) -> None:
     free = pool.free
 
     def free_and_scribble(pages: np.ndarray, owner: object) -> None:
         free(pages, owner)
-        runner.scribble(pages, group)
+        runner.scribble(pages, group, rank)
 
     pool.free = free_and_scribble
 

@@ -40,9 +40,10 @@ class DoubtSimulation(Simulation):
     def _leave_the_head_in_doubt(self, prompt: list[int], short: int) -> None:
         scheduler = self.bench.scheduler
         self._alone([*prompt, 7])
-        for group in scheduler.cache.groups:
-            if isinstance(group, WindowGroup):
-                scheduler.cache.tree.evict(group.component, group.pages_for(short))
+        for one in scheduler.cache.ranks:
+            for group in one.groups:
+                if isinstance(group, WindowGroup):
+                    one.tree.evict(group.component, group.pages_for(short))
         self._score([*prompt, 8])
         self._spoil_a_step()
         scheduler.abort(self.live[-1])
@@ -70,7 +71,8 @@ class ShortenedSimulation(DoubtSimulation):
             self.watch.step()
         scheduler.flush_cache()
         self._leave_the_head_in_doubt(prompt, min(short, len(prompt)))
-        for group in scheduler.cache.groups:
-            if isinstance(group, FullGroup):
-                scheduler.cache.tree.evict(group.component, group.component.evictable - group.pages_for(short))
+        for one in scheduler.cache.ranks:
+            for group in one.groups:
+                if isinstance(group, FullGroup):
+                    one.tree.evict(group.component, group.component.evictable - group.pages_for(short))
         self._add_one([*prompt[:short], 10])

@@ -23,7 +23,8 @@ from hypothesis.stateful import precondition, rule
 from sglang_jax.errors import ParameterError, SessionNotFoundError
 from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.invariants import idle_fault
-from sglang_jax.mem_cache.pins import Kept, Pin
+from sglang_jax.mem_cache.kv_validation import KVValidation
+from sglang_jax.mem_cache.pins import Kept, Pin, Pins
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.commands import OpenSession
@@ -78,8 +79,8 @@ class SessionSimulation(Simulation):
         self.cut_off = 0
         scheduler = self.bench.scheduler
         scheduler.sessions._clock = lambda: self.now
-        pins, step, trust = scheduler.cache.pins, self.watch.step, scheduler.cache.trust
-        pins.share = 1.0 if sizes["aged_turn"] == 8 else 0.5
+        step = self.watch.step
+        scheduler.cache.pins.share = 1.0 if sizes["aged_turn"] == 8 else 0.5
         abort, self.aborted = scheduler.abort, set[int]()
 
         def note_and_abort(number: int) -> None:
@@ -87,6 +88,16 @@ class SessionSimulation(Simulation):
             abort(number)
 
         scheduler.abort = note_and_abort  # type: ignore[method-assign]
+
+        def step_and_look() -> None:
+            step()
+            self._look()
+
+        for one in scheduler.cache.ranks:
+            self._watch_pins(one.pins, one.trust)
+        self.watch.step = step_and_look
+
+    def _watch_pins(self, pins: Pins, trust: KVValidation) -> None:
         let_go, move, distrust, relieve = pins.let_go, pins.move, trust.distrust, pins.relieve
 
         def note_and_let_go(pin: Pin) -> None:
@@ -112,13 +123,8 @@ class SessionSimulation(Simulation):
             self.cut_off += 1
             distrust(record)
 
-        def step_and_look() -> None:
-            step()
-            self._look()
-
         pins.let_go, pins.move, pins.relieve = note_and_let_go, note_and_move, relieve_and_look
         trust.distrust = note_and_distrust
-        self.watch.step = step_and_look
 
     @rule(
         name=st.sampled_from(NAMES),
@@ -341,12 +347,14 @@ class SessionSimulation(Simulation):
     def _pins_are_exact(self) -> bool:
         """Pins end at the last page, where nothing was cut off and no state is needed for which there may be no
         slot."""
-        return self._pins_serve and states_of(self.bench.scheduler.cache) is None
+        return self._pins_serve and states_of(self.bench.scheduler.cache.ranks[0]) is None
 
     @property
     def _pins_serve(self) -> bool:
-        """A turn starts where its session's pin ends, or further on, where nothing was cut off."""
-        return self.bench.scheduler.cache.reuse and not self.cut_off and not self.doubtful
+        """A turn starts where its session's pin ends, or further on, where nothing was cut off, and where it cannot
+        start on another rank."""
+        cache = self.bench.scheduler.cache
+        return cache.reuse and not self.cut_off and not self.doubtful and len(cache.ranks) == 1
 
     def _check_pin(self, talk: Talk, session: Session) -> None:
         pin, node = session.pin, session.pin.node
@@ -354,7 +362,7 @@ class SessionSimulation(Simulation):
             return
         if node is not None:
             tokens = b"".join(one.key for one in reversed(list(node.path())))
-            page = self.bench.scheduler.cache.tree.page_bytes
+            page = self.bench.scheduler.cache.ranks[0].tree.page_bytes
             assert len(tokens) == pin.pages * page
             self.met["a pin that keeps something"] += 1
         if talk.kept and self._pins_are_exact and pin not in self.lost_pins:
@@ -369,7 +377,9 @@ class SessionSimulation(Simulation):
         cached = self.bench.channel.cached[number]
         if session.pin not in self.lost_pins and self._pins_serve:
             assert cached >= talk.pinned, "a turn computes what its session keeps"
-            self.met["began where its pin was, with states"] += states_of(self.bench.scheduler.cache) is not None
+            self.met["began where its pin was, with states"] += (
+                states_of(self.bench.scheduler.cache.ranks[0]) is not None
+            )
         if session.pin not in self.lost_pins and self._pins_are_exact and talk.kept:
             assert cached >= talk.kept, "a turn computes what its session keeps"
             self.met["began where the last turn ended"] += 1
@@ -394,5 +404,5 @@ class SessionSimulation(Simulation):
         assert not scheduler.sessions.count
         assert not scheduler.sessions._last
         assert not scheduler.cache.pins.held, "a session that is closed keeps a pin"
-        assert not any(group.component.session for group in scheduler.cache.groups)
+        assert not any(group.component.session for one in scheduler.cache.ranks for group in one.groups)
         super().teardown()

@@ -94,6 +94,9 @@ SIZES: dict[str, Strategy] = {
 POOLINGS: dict[str, Strategy] = {"pooling": st.sampled_from(Pooling), "whole": st.booleans()}
 """Further choices of `PoolingSimulation`."""
 
+RANKS: dict[str, Strategy] = {"ranks": st.integers(2, 4), "rows": st.integers(1, 4)}
+"""Further choices of `RankSimulation`."""
+
 
 class Simulation(RuleBasedStateMachine):
     """Rules are what clients and shortages may do; time passes only in `step`."""
@@ -131,6 +134,7 @@ class Simulation(RuleBasedStateMachine):
         track: int,
         pooling: Pooling | None = None,
         whole: bool = False,
+        ranks: int = 1,
     ) -> None:
         options = {
             "schedule_policy": policy,
@@ -148,6 +152,8 @@ class Simulation(RuleBasedStateMachine):
             drafts = 0
         if whole := whole and pooling is not None:
             groups = (None,)
+        if ranks > 1:
+            drafts, groups = 0, tuple(sees for sees in groups if sees is not STATE) or (None,)
         budget = max(chunk, 2 * rows, context if whole else 0)
         numbers = [slots if sees is STATE else (siblings if place else pages) for place, sees in enumerate(groups)]
         sizes = (numbers[0], page_size, rows, chunk, budget, context, lazy)
@@ -164,6 +170,7 @@ class Simulation(RuleBasedStateMachine):
             tails=(2, 9, 20) if track else None,
             pooling=pooling,
             whole=whole,
+            ranks=ranks,
         )
         admission = self.bench.scheduler._admission
         admission.aged_turn = aged_turn
@@ -309,7 +316,8 @@ class Simulation(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 8), index=st.integers(0, 3))
     def lose(self, pages: int, index: int) -> None:
         """Cached pages of one group go, as when others need them."""
-        cache = self.bench.scheduler.cache
+        ranks = self.bench.scheduler.cache.ranks
+        cache = ranks[index % len(ranks)]
         cache.tree.evict(cache.groups[index % len(cache.groups)].component, pages)
 
     @precondition(lambda self: self.subject is None)
@@ -322,10 +330,11 @@ class Simulation(RuleBasedStateMachine):
         prompt = [*family[:length]][: self.bench.context - 3]
         short = min(short, len(prompt))
         self._alone([*prompt, 7])
-        for group in scheduler.cache.groups:
-            if isinstance(group, WindowGroup):
-                pages = group.component.evictable if whole else group.pages_for(short)
-                scheduler.cache.tree.evict(group.component, pages)
+        for one in scheduler.cache.ranks:
+            for group in one.groups:
+                if isinstance(group, WindowGroup):
+                    pages = group.component.evictable if whole else group.pages_for(short)
+                    one.tree.evict(group.component, pages)
         self._add_one([*prompt[:short], 8])
         self._spoil_a_step()
         scheduler.abort(self.live[-1])
@@ -392,10 +401,11 @@ class Simulation(RuleBasedStateMachine):
         check_everything(cache)
         assert not cache.open_rows
         assert cache.retired_pages == 0
-        assert not any(group.component.protected for group in cache.groups)
+        groups = [group for one in cache.ranks for group in one.groups]
+        assert not any(group.component.protected for group in groups)
         assert bench.scheduler.flush_cache()
-        assert all(group.pool.num_free == group.pool.total for group in cache.groups)
-        assert cache.tree.num_nodes == 0
+        assert all(group.pool.num_free == group.pool.total for group in groups)
+        assert not any(one.tree.num_nodes for one in cache.ranks)
         self._check_the_rest()
 
     def _retry_what_a_fault_ended(self) -> None:
@@ -501,6 +511,10 @@ class PoolingSimulation(Simulation):
         wants = TokenScores(tuple(tokens))
         self.live.append(self.bench.add(prompt, 0, extra_key=namespace, wants=wants))
         type(self).met["scores of tokens"] += 1
+
+
+class RankSimulation(Simulation):
+    """Rows that are divided among several ranks, with `RANKS`."""
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 from helpers.caches import states_of
@@ -14,6 +15,8 @@ from helpers.scheduling import Bench
 
 from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.invariants import check_everything
+from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.radix_tree import Bookmark
 from sglang_jax.mem_cache.state_group import StateGroup
 from sglang_jax.scheduler.admission import RETRY_STEPS
 from sglang_jax.scheduler.request import Request, RequestState
@@ -48,8 +51,8 @@ class Watch:
     def __init__(self, bench: Bench) -> None:
         self._scheduler = scheduler = bench.scheduler
         self._policy = bench.config.schedule_policy
-        self._chunk = min(bench.chunk, bench.budget)
-        self._budget = bench.budget
+        self._chunk = min(bench.chunk, bench.budget) * bench.ranks
+        self._budget = bench.budget * bench.ranks
         self._max_samples = bench.max_samples
         self._waits: dict[int, Wait] = {}
         self._seats = 0
@@ -72,7 +75,8 @@ class Watch:
         check_everything(scheduler.cache)
         self._check_windows()
         self._check_bookmarks()
-        retired = (step for group in scheduler.cache.groups for step, _ in group._retired)
+        groups = [group for one in scheduler.cache.ranks for group in one.groups]
+        retired = (step for group in groups for step, _ in group._retired)
         late = [step for step in retired if step <= scheduler.cache.finished_step]
         assert not late, f"pages stay retired though steps {late} have finished"
         self._check_states()
@@ -82,23 +86,25 @@ class Watch:
         self.met["several prompts under way"] += len(self._under_way()) > 1
         self.met["retracted for lack of pages"] += scheduler.log.counts.retractions - retractions
         self.met["several tokens of a row in a step"] += self._several_of_a_row()
+        self.met["rows of several ranks in a step"] += self._ranks_in_flight() > 1
         self.met["computed anew"] += any(one.restarts for one in scheduler.requests.values())
 
     def _check_bookmarks(self) -> None:
         """The bookmarks of the next requests lead to the same match as a walk from the root."""
-        cache = self._scheduler.cache
-        for request in self._scheduler.queue.front(4):
+        for one, request in product(self._scheduler.cache.ranks, self._scheduler.queue.front(4)):
             place = request.tokens, request.match_limit, request.namespace
             bookmark = request.waiting.bookmark
-            found, wanted = cache.probe(*place, copy(bookmark)), cache.probe(*place)
+            if len(self._scheduler.cache.ranks) > 1:
+                bookmark = bookmark.of_ranks.get(one.rank, Bookmark())
+            found, wanted = one.probe(*place, copy(bookmark)), one.probe(*place)
             assert replace(found, node=wanted.node) == wanted, f"{request.id} finds {found}, and {wanted} anew"
             assert found.node is wanted.node or found.node.parent is wanted.node.parent is None
             assert not bookmark.holds(request.match_limit) or bookmark.length == wanted.length
 
     def _check_windows(self) -> None:
         """No row holds more of a window than two steps of it need."""
-        cache = self._scheduler.cache
-        for group in cache.groups:
+        for cache, index in product(self._scheduler.cache.ranks, range(len(self._scheduler.cache.ranks[0].groups))):
+            group = cache.groups[index]
             if isinstance(group, WindowGroup):
                 bound = group.reach + group.slack + 2 * (cache.pages_for(max(self._chunk, self._max_samples)) + 1)
                 for record in cache.open_rows.values():
@@ -108,7 +114,7 @@ class Watch:
     def _check_states(self) -> None:
         """No state stays pinned for a finished step, or for a row that has started, and a row has at most two slots;
         with reuse switched off, one, and the tree none."""
-        cache = self._scheduler.cache
+        cache = self._scheduler.cache.ranks[0]
         if (states := states_of(cache)) is None:
             return
         late = [step for step, _ in states._starting if step <= cache.finished_step]
@@ -178,24 +184,36 @@ class Watch:
         launched = self._scheduler._in_flight
         return launched is not None and launched.planned.decode.widths is not None
 
+    def _ranks_in_flight(self) -> int:
+        launched, cache = self._scheduler._in_flight, self._scheduler.cache
+        rows = [] if launched is None else launched.planned.plan.rows.tolist()
+        return len({cache.of_row(row).rank for row in rows})
+
     def _under_way(self) -> list[Request]:
         return [one for one in self._scheduler.rows.prefilling if one.state is RequestState.PREFILL]
 
     def _owes_a_row(self) -> bool:
         """Whether the first by policy, the oldest, and those that may be next in the fair order, would all fit into the
-        memory available to the next step, on a cautious count, and none has a reason to wait."""
+        memory available to the next step on some rank, on a cautious count, and none has a reason to wait."""
         scheduler = self._scheduler
-        cache, under_way = scheduler.cache, self._under_way()
-        if not scheduler.queue or not cache.num_free_rows or scheduler.rows.num_leaving:
+        if not scheduler.queue or not scheduler.cache.num_free_rows or scheduler.rows.num_leaving:
             return False
+        return any(one.num_free_rows and self._owes_one_of(one) for one in scheduler.cache.ranks)
+
+    def _owes_one_of(self, cache: KVCache) -> bool:
+        """The same for the rows of one rank."""
+        scheduler, all_under_way = self._scheduler, self._under_way()
+        under_way = [one for one in all_under_way if one.row in cache.open_rows]
         decode = scheduler.rows.decode_rows
         decode = decode[scheduler.rows.active[decode]]
+        whole = len(decode)
+        decode = decode[np.isin(decode, list(cache.open_rows))]
         crossing = int(np.count_nonzero(cache.lengths.kv_allocated[decode] % cache.page_size == 0))
         if self._max_samples > 1:
             crossing = len(decode) * (cache.pages_for(self._max_samples) + 1)
         starts = [cache.lengths.kv_allocated[one.row] for one in under_way]
-        work = sum(int(one.prefill_len - start) for one, start in zip(under_way, starts, strict=True))
-        if work >= min(self._chunk, self._budget - len(decode) * self._max_samples):
+        work = sum(int(one.prefill_len - cache.lengths.kv_allocated[one.row]) for one in all_under_way)
+        if work >= min(self._chunk, self._budget - whole * self._max_samples):
             return False
         pages = sum(
             cache.pages_for(one.prefill_len) - cache.pages_for(int(start))
@@ -206,26 +224,27 @@ class Watch:
             guest = scheduler.queue.guest({one.flow_key for one in scheduler.rows.requests if one is not None})
             firsts += [guest] if guest is not None else []
         return all(
-            self._fits(one, crossing, pages) and not any(self._shares(one, other) for other in under_way)
+            self._fits(cache, one, crossing, pages) and not any(self._shares(one, other) for other in all_under_way)
             for one in firsts
         )
 
-    def _fits(self, request: Request, decode_pages: int, pages: int) -> bool:
-        cache = self._scheduler.cache
+    def _fits(self, cache: KVCache, request: Request, decode_pages: int, pages: int) -> bool:
         cached = cache.peek(request.tokens, request.match_limit, request.namespace) // cache.page_size
         paged = [group for group in cache.groups if not isinstance(group, StateGroup)]
         if any(group.pool.num_free < decode_pages + pages for group in paged):
             cached = 0  # pages taken first for running rows may be evicted from this very prefix
-        return all(self._fits_into(group, request, cached, decode_pages, pages) for group in cache.groups)
+        return all(self._fits_into(cache, group, request, cached, decode_pages, pages) for group in cache.groups)
 
-    def _fits_into(self, group: Group, request: Request, cached: int, decode_pages: int, pages: int) -> bool:
+    def _fits_into(
+        self, cache: KVCache, group: Group, request: Request, cached: int, decode_pages: int, pages: int
+    ) -> bool:
         """For a group with a window: prompts in progress count as for a group without one; the request's own prompt
         counts at most a window and two steps' tokens; and an output at most the window and the page being written, less
         the pages of the row. `cached`: pages of the request's prefix."""
         if isinstance(group, StateGroup):
             return group.available >= 1
         scheduler = self._scheduler
-        cache, table = scheduler.cache, scheduler.rows
+        table = scheduler.rows
         window = group.spec.window
         reach = 0 if window is None else max(cache.pages_for(window - 1), 1)
         kept = cached if window is None else min(cached, reach)
@@ -247,8 +266,8 @@ class Watch:
         return needed <= available
 
     def _shares(self, request: Request, other: Request) -> bool:
-        """Whether they share a prefix that is at least a page longer than the cached one."""
-        cache = self._scheduler.cache
+        """Whether they share a prefix that is at least a page longer than the one cached where the `other` runs."""
+        cache = self._scheduler.cache.of_row(other.row)
         cached = cache.peek(request.tokens, request.match_limit, request.namespace)
         more = (cached + cache.page_size) * 4
         return request.namespace == other.namespace and request.tokens[:more] == other.tokens[:more]

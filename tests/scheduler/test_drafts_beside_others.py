@@ -162,10 +162,10 @@ def test_no_request_is_retracted_while_drafts_hold_pages(monkeypatch: pytest.Mon
     held: list[int] = []
     retract = Scheduler.retract_newest
 
-    def noting(self: Scheduler) -> bool:
+    def noting(self: Scheduler, rank: int | None = None) -> bool:
         lengths = self.cache.lengths
         held.append(int((lengths.kv_allocated - lengths.kv_planned).sum()))
-        return retract(self)
+        return retract(self, rank)
 
     monkeypatch.setattr(Scheduler, "retract_newest", noting)
     for pages in range(48, 60):
