@@ -1,5 +1,5 @@
 """The caches of several ranks under one scheduler, for data-parallel attention: each rank computes the attention of its
-rows, so it has pools, a prefix tree and pins of its own. Rows and page tables are numbered through all ranks, pages
+rows, so it has separate pools, a prefix tree and pins. Rows and page tables are numbered through all ranks, pages
 from 0 on each."""
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class RunnerSpec:
       samples. None for a runner that samples.
     - `whole_prompts`: a query sees all tokens of its prompt, so a sequence is a whole prompt.
     - `dp_ranks`: ranks that divide rows among them, in runs of the same length: each computes the attention of its
-      rows, at most `rank_tokens` tokens a step, with pools of `num_pages` pages of its own.
+      rows, at most `rank_tokens` tokens a step, and has separate pools of `num_pages` pages.
     """
 
     pools: tuple[PoolSpec, ...]
