@@ -119,7 +119,7 @@ def run(chunk: int, target_ms: float | None, seconds: float, *, plain: bool) -> 
     channel = ClockedChannel(device)
     scheduler = Scheduler(TimedRunner(spec, device), (0,), config, channel, clock=lambda: device.now)
     if plain:
-        scheduler._planner._sharing.share = _in_order_of_arrival
+        scheduler._planner._sharing[0].share = _in_order_of_arrival
     random = np.random.default_rng(0)
     asked: dict[int, tuple[float, int]] = {}
 

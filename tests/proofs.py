@@ -155,6 +155,7 @@ PROOFS = (
     smoke("gpu_suite", "--device cpu --small", ("torch_backend", "benchmarks/gpu")),
     smoke("gpu_kernel_sass", "--chips 90", TRITON),
     smoke("tpu_expert_estimate", "--layer qwen3-30b-a3b:v6e:4:8 qwen3-30b-a3b:v6e-8:8:8", TPU),
+    smoke("tpu_latent_estimate", "--chips v6e --heads 16", TPU),
     smoke("tpu_kernel_estimate", "--chips v6e --models llama-8b --pages 64", TPU),
     smoke("tpu_rounding_estimate", "--chips v6e --rows 64 --matrices 512x1024", TPU),
     smoke("tpu_sampler_estimate", "--chips v6e --lines 16", TPU),

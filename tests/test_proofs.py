@@ -124,7 +124,7 @@ def test_proofs_are_chosen_by_name_or_pattern() -> None:
 
     assert names() == [proof.name for proof in PROOFS]
     assert names("docs", "ray-test") == ["ray-test", "docs"]
-    assert len(names("bench-tpu*")) == 7
+    assert len(names("bench-tpu*")) == 8
     with pytest.raises(SystemExit, match="ONLY must name proofs, got nope: choose from ray-test, "):
         names("docs", "nope")
 

@@ -79,6 +79,8 @@ class Kernels:
     """Threads of kernels on a CPU; None if they use those of torch's operations."""
     bfloat16: Bfloat16Products | None = None
     """Products with matrices that stay in bfloat16, in a model of float32; None if none should or can."""
+    latents: bool = False
+    """Whether attention is over latent vectors."""
 
     @property
     def capturable(self) -> bool:
@@ -86,6 +88,11 @@ class Kernels:
         if self.attention_name is AttentionBackend.SAGE:
             return not isinstance(self.attention, NativeAttention | BlockAttention)
         return self.attention_name is AttentionBackend.TRITON
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a step with chunks of prompts reads nothing on the host either; over latent vectors, it does."""
+        return self.capturable and not self.latents
 
 
 def choose_kernels(
@@ -99,9 +106,9 @@ def choose_kernels(
 ) -> Kernels:
     """Chooses Triton kernels on a GPU, and on a CPU compiled kernels for a model of `form`, cached in `cache_folder`,
     or torch operations. `wanted`: the attention backend. `auto` falls back to torch operations, with a log line, on a
-    CPU without compiled kernels, and for a model with latent attention (`latents`), which has no kernels yet. `fixed`:
-    a token's results must not depend on the other tokens of a step. Raises `ConfigError` for an attention backend that
-    the device or the model does not support."""
+    CPU without compiled kernels, and for a model with latent attention (`latents`) on a CPU, or on a GPU with `fixed`.
+    `fixed`: a token's results must not depend on the other tokens of a step. Raises `ConfigError` for an attention
+    backend that the device or the model does not support."""
     known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
     name = known[0] if wanted is AttentionBackend.AUTO else wanted
     if name not in known:
@@ -110,13 +117,7 @@ def choose_kernels(
             f"choose {' or '.join(each.value for each in known)}, or auto"
         )
     if latents:
-        if wanted not in (AttentionBackend.AUTO, AttentionBackend.NATIVE, AttentionBackend.REFERENCE):
-            raise ConfigError(
-                f"attention_backend {wanted.value} does not support latent attention: choose native, or auto"
-            )
-        if wanted is AttentionBackend.AUTO:
-            name = AttentionBackend.NATIVE
-            logger.info("Latent attention is computed by torch operations: there are no kernels of its own yet")
+        name = _for_latents(wanted, device, fixed=fixed)
     if fixed and name in _NOT_FIXED:
         raise ConfigError(
             f"attention_backend {name.value} may depend on the batch, and was asked not to: "
@@ -141,7 +142,26 @@ def choose_kernels(
             _attention_without_kernels(name, fixed=fixed), name, operations, sampler, states=NativeStates(fixed=fixed)
         )
     attention = TritonAttention(chip)
-    return Kernels(ChunksOnly(attention) if fixed else attention, name, operations, sampler, states=states)
+    computed = ChunksOnly(attention) if fixed else attention
+    return Kernels(computed, name, operations, sampler, states=states, latents=latents)
+
+
+def _for_latents(wanted: AttentionBackend, device: torch.device, *, fixed: bool) -> AttentionBackend:
+    """The attention of a model with latent attention. Raises `ConfigError` for one that does not support it."""
+    with_kernels = device.type != "cpu" and not fixed
+    supported = [AttentionBackend.NATIVE, AttentionBackend.REFERENCE]
+    supported = [AttentionBackend.TRITON, *supported] if with_kernels else supported
+    if wanted is AttentionBackend.AUTO:
+        if not with_kernels:
+            logger.info("Latent attention is computed by torch operations: there are no kernels for it here yet")
+        return supported[0]
+    if wanted not in supported:
+        in_this_mode = ", where results must not depend on the batch" if fixed and device.type != "cpu" else ""
+        raise ConfigError(
+            f"attention_backend {wanted.value} does not support latent attention on {device.type}{in_this_mode}: "
+            f"choose {supported[0].value}, or auto"
+        )
+    return wanted
 
 
 def refuse_sinks(name: AttentionBackend, layers: Sequence[int]) -> None:

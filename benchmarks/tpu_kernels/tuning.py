@@ -146,10 +146,12 @@ Make = Callable[[tuple[int, ...], Any], Any]
 
 
 class KernelCall:
-    """One kernel with one choice of sizes, for steps up to the largest one by which sizes are compared."""
+    """One kernel with one choice of sizes, for steps up to the largest one by which sizes are compared. `value_dim`:
+    see `AttentionOptions`."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, value_dim: int | None = None) -> None:
         self.entry = entry
+        self._value_dim = value_dim
         self.steps = (DECODE_STEP,) if entry.phase is Phase.DECODE else PREFILL_STEPS
         self._rows = 64 if entry.phase is Phase.DECODE else 8
         self._tokens = max(step.tokens for step in self.steps)
@@ -159,7 +161,7 @@ class KernelCall:
         entry = self.entry
         static: dict[str, Any] = {
             "scale": entry.shape.head_dim**-0.5,
-            "options": AttentionOptions(),
+            "options": AttentionOptions(value_dim=self._value_dim),
             "vmem_limit": VMEM_LIMITS[entry.shape.chip],
         }
         if entry.phase is Phase.DECODE:

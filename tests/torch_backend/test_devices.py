@@ -264,6 +264,28 @@ class TestKernels:
         assert isinstance(kernels.states, TritonStates if attention is TritonAttention else NativeStates)
 
     @pytest.mark.parametrize(
+        ("wanted", "attention", "captured"),
+        [
+            (AttentionBackend.AUTO, TritonAttention, True),
+            (AttentionBackend.TRITON, TritonAttention, True),
+            (AttentionBackend.NATIVE, NativeAttention, False),
+        ],
+    )
+    def test_of_a_gpu_for_latent_attention(
+        self, wanted: AttentionBackend, attention: type[object], captured: bool
+    ) -> None:
+        """Decode steps can be captured, but not those with prompts, which read lengths on the host."""
+        kernels = choose(wanted, GPU, latents=True)
+        assert isinstance(kernels.attention, attention)
+        assert kernels.capturable is captured
+        assert not kernels.captures_prompts
+        assert choose(AttentionBackend.AUTO, GPU).captures_prompts
+        with pytest.raises(ConfigError, match="sage does not support latent attention on cuda: choose triton, or auto"):
+            choose(AttentionBackend.SAGE, GPU, latents=True)
+        with pytest.raises(ConfigError, match=r"cuda, where results must not depend on the batch: choose native"):
+            choose(AttentionBackend.TRITON, GPU, latents=True, fixed=True)
+
+    @pytest.mark.parametrize(
         ("wanted", "latents", "attention"),
         [
             (AttentionBackend.AUTO, False, ChunksOnly),

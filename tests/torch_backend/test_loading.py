@@ -177,8 +177,14 @@ def test_impossible_options_are_refused_before_weights_are_read(
     ("changes", "message"),
     [
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8: latent attention caches one short vector of a token"),
-        ({"attention_backend": "numba"}, "attention_backend numba does not support latent attention: choose native"),
-        ({"attention_backend": "sage"}, "attention_backend sage does not support latent attention: choose native"),
+        (
+            {"attention_backend": "numba"},
+            "attention_backend numba does not support latent attention on cpu: choose native",
+        ),
+        (
+            {"attention_backend": "sage"},
+            "attention_backend sage does not support latent attention on cpu: choose native",
+        ),
     ],
 )
 def test_options_incompatible_with_latent_attention_are_refused(

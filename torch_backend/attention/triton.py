@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from torch_backend.attention.interface import AttentionOptions
+from torch_backend.attention.interface import AttentionOptions, LatentHeads
+from torch_backend.attention.latent import attend_absorbed
+from torch_backend.attention.native import NativeStep
 from torch_backend.batch import ForwardBatch
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import DecodePlan, Partials, decode_attention, plan_decode
 from torch_backend.kernels.extend_attention import Sums, extend_attention, form_of
 from torch_backend.kernels.extend_plan import ExtendForm, ExtendPlan, plan_extend
+from torch_backend.kernels.latent_decode import decode_latents, plan_latent_decode
 from torch_backend.kv_pages import KVPages
 
 
@@ -34,13 +39,50 @@ class TritonStep:
         self._extend_plans: dict[ExtendForm, ExtendPlan] = {}
         self._partials: Partials | None = None
         self._sums: Sums | None = None
+        self._latent_plans: dict[int, DecodePlan] = {}
+        self._prompts: NativeStep | None = None
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
+        if options.latents is not None:
+            return self._over_latents(queries, kv, options, options.latents)
         output = torch.empty_like(queries)
         if self._batch.num_decode:
             self._decode(queries, kv, options, output)
         if not self._batch.decode_only:
             self._extend(queries, kv, options, output)
+        return output
+
+    def _over_latents(
+        self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, latents: LatentHeads
+    ) -> torch.Tensor:
+        """Decode rows by a kernel, and chunks of prompts by torch operations, which read their lengths on the host."""
+        count = self._batch.num_decode
+        decoded = attend_absorbed(queries[:count], latents, partial(self._decode_latents, kv=kv, options=options))
+        if self._batch.decode_only:
+            return decoded.contiguous()
+        if self._prompts is None:
+            self._prompts = NativeStep(self._batch, first=count)
+        output = queries.new_zeros(*queries.shape[:2], latents.value_up.shape[1])
+        output[:count] = decoded
+        self._prompts.attend_into(output, queries, kv, options)
+        return output
+
+    def _decode_latents(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
+        """Absorbed queries `[R, heads, latent + rotary]` of the decode rows → `[R, heads, latent]`."""
+        assert options.latents is not None
+        batch, heads = self._batch, queries.shape[1]
+        output = queries.new_empty(len(queries), heads, options.latents.value_up.shape[2])
+        if not len(queries):
+            return output
+        if heads not in self._latent_plans:
+            longest = batch.page_table.shape[1] * kv.page_size
+            self._latent_plans[heads] = plan_latent_decode(
+                batch.kv_lens, batch.num_decode, longest, heads, kv.keys.dtype, self._chip
+            )
+        plan = self._latent_plans[heads]
+        if self._partials is None or not self._partials.fits(plan, output):
+            self._partials = Partials.allocate(plan, output)
+        decode_latents(queries, kv, batch.page_table, batch.kv_lens, options, plan, self._partials, output, self._chip)
         return output
 
     def _decode(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, output: torch.Tensor) -> None:

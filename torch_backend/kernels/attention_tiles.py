@@ -97,7 +97,7 @@ def attend(
     dims = tl.arange(0, WIDTH)
     # Pages before all keys that the queries see may belong to other rows.
     oldest = first if window is None else tl.min(positions, 0) - window + 1
-    page = _load_pages(pages, first, last, PAGE_SIZE, KEYS)
+    page = load_pages(pages, first, last, PAGE_SIZE, KEYS)
     for start in range(first, last, KEYS):
         places = start + lanes
         slots = page.to(tl.int64) * page_stride + (places % PAGE_SIZE) * HEAD_DIM
@@ -105,7 +105,7 @@ def attend(
             tokens = scales_at + page.to(tl.int64) * (page_stride // HEAD_DIM) + places % PAGE_SIZE
         # Page numbers are read one tile ahead. If they were read in the same iteration, the compiler would give half of
         # its pipeline to them, and have as many fewer tiles in flight.
-        page = _load_pages(pages, start + KEYS, last, PAGE_SIZE, KEYS)
+        page = load_pages(pages, start + KEYS, last, PAGE_SIZE, KEYS)
         offsets = slots[:, None] + dims[None, :]
         key_tile = _load_tile(keys + offsets, places, dims, last, oldest, window, EDGES, HEAD_DIM, WIDTH)
         if key_scales is not None:
@@ -201,7 +201,7 @@ def with_bias(largest, bias, soft_cap):
 
 
 @triton.jit
-def _load_pages(pages, start, last, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
+def load_pages(pages, start, last, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
     """Pages of the keys `start : start + KEYS`, at least of those before `last`; a scalar if one page has them all."""
     if PAGE_SIZE >= KEYS:
         return tl.load(pages + start // PAGE_SIZE, mask=start < last, other=0)

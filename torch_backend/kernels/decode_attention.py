@@ -56,7 +56,7 @@ _MERGED_AT_ONCE = tl.constexpr(8)
 """Splits whose sums are read at a time when they are merged."""
 
 _SHARED_OF_PROCESSOR = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
-"""Bytes of shared memory of a multiprocessor, which its programs share."""
+"""Bytes that the programs of a multiprocessor share, by capability."""
 
 _MIN_SHARED_OF_PROCESSOR = 100 * 1024
 
@@ -93,8 +93,13 @@ def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip, values: torch.dty
     width = triton.next_power_of_2(head_dim)
     # Tiles in flight, and by the compiler's figures the memory for queries, sums and the driver.
     shared = (stages - 1) * keys * width * (pages.itemsize + values.itemsize) + 24 * width + 4096
-    programs = _SHARED_OF_PROCESSOR.get(chip.capability, _MIN_SHARED_OF_PROCESSOR) // shared
+    programs = shared_memory_of(chip) // shared
     return DecodeTile(keys, warps, stages, max(min(most, programs), 1))
+
+
+def shared_memory_of(chip: Chip) -> int:
+    """Bytes of shared memory of a multiprocessor."""
+    return _SHARED_OF_PROCESSOR.get(chip.capability, _MIN_SHARED_OF_PROCESSOR)
 
 
 def splits_bound(kv_heads: int) -> int:

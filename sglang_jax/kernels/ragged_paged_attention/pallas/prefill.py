@@ -47,8 +47,8 @@ ROWS_TOGETHER = 128
 """A chunk within an aligned run of this many queries is computed only for the run."""
 
 _ROWS_OF_A_PRODUCT = 256
-"""Heads of one kv head whose queries are fewer than `ROWS_TOGETHER` share products of up to this many rows: for each,
-keys are loaded into the matrix units once."""
+"""Heads of one kv head share products of up to this many rows, if a block has fewer queries: keys are loaded into the
+matrix units once for all of them."""
 
 HEADS_TOGETHER = 4
 """Heads, or groups of heads that share products, per iteration of the loop over them, an even number. One head's
@@ -65,7 +65,7 @@ class PrefillBlocks:
 
 def heads_of_a_product(heads: int, kv_heads: int, queries: int) -> int:
     """The number of heads that share products, in blocks of `queries` queries."""
-    most = 1 if queries >= ROWS_TOGETHER else max(_ROWS_OF_A_PRODUCT // queries, 1)
+    most = max(_ROWS_OF_A_PRODUCT // queries, 1)
     return math.gcd(heads // kv_heads, 1 << (most.bit_length() - 1))
 
 

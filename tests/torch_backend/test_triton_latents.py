@@ -1,0 +1,174 @@
+"""Decode rows over latent vectors by the Triton kernel, in the interpreter against numpy in float64: shuffled pages,
+NaN in every unused slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import helpers.triton_interpreter
+import numpy as np
+import pytest
+import torch
+from helpers.latent_steps import LATENTS, LatentStep, Numbers, make_latent_step
+from helpers.triton_attention import AMPERE, HOPPER
+from helpers.triton_interpreter import shuffled_programs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
+from torch_backend.attention.interface import AttentionOptions, LatentHeads
+from torch_backend.attention.triton import TritonAttention
+from torch_backend.batch import ForwardBatch
+from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.decode_attention import Partials
+from torch_backend.kernels.latent_decode import decode_latents, latent_tile, plan_latent_decode
+from torch_backend.kv_pages import KVPages
+
+assert helpers.triton_interpreter  # imported for its side effects
+
+SPLIT = 256
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+"""Fraction of the largest output. Absorbed queries are rounded too."""
+
+
+def step_of(config: LatentAttentionConfig, kv_lens: tuple[int, ...], dtype: torch.dtype, **options: Any) -> LatentStep:
+    def rounded(numbers: Numbers) -> Numbers:
+        return torch.from_numpy(numbers).to(dtype).double().numpy()
+
+    counts = options.pop("query_lens", (1,) * len(kv_lens))
+    return make_latent_step(config, kv_lens, counts, rounded=rounded, **options)
+
+
+def attend(
+    step: LatentStep, config: LatentAttentionConfig, dtype: torch.dtype = torch.float32, chip: Chip = HOPPER
+) -> torch.Tensor:
+    batch = ForwardBatch(
+        tokens=torch.zeros(len(step.plain), dtype=torch.int32),
+        positions=torch.zeros(len(step.plain), dtype=torch.int32),
+        write_slots=torch.from_numpy(step.write_slots),
+        page_table=torch.from_numpy(step.page_table),
+        kv_lens=torch.from_numpy(step.kv_lens),
+        query_starts=torch.from_numpy(step.query_starts),
+        num_decode=step.num_decode,
+    )
+    pages = torch.from_numpy(step.pages[:, None]).to(dtype)
+    key_up, value_up, plain, rotated = (
+        torch.from_numpy(part).to(dtype) for part in (step.key_up, step.value_up, step.plain, step.rotated)
+    )
+    options = AttentionOptions(config.scale, latents=LatentHeads(key_up, value_up, config.expands_from))
+    found = TritonAttention(chip).prepare(batch)(torch.cat((plain, rotated), -1), KVPages(pages, pages), options)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    return found
+
+
+def check(
+    kv_lens: tuple[int, ...],
+    config: LatentAttentionConfig = LATENTS,
+    dtype: torch.dtype = torch.float32,
+    chip: Chip = HOPPER,
+    **options: Any,
+) -> None:
+    step = step_of(config, kv_lens, dtype, **options)
+    found = attend(step, config, dtype, chip).double().numpy()
+    errors = np.abs(found - step.expected).max((1, 2))
+    sizes = np.abs(step.expected).max((1, 2))
+    assert not np.isnan(errors).any()
+    assert (errors <= TOLERANCE[dtype] * sizes).all(), f"errors up to {(errors / sizes).max()}"
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+def test_edges_of_tiles_and_splits(page_size: int) -> None:
+    edges = (1, 31, 32, 33, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 70)
+    check(edges, page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "rotary"), [(1, 32, 8), (5, 48, 16), (16, 512, 64), (20, 96, 32), (40, 256, 32), (128, 64, 16)]
+)
+def test_heads_and_sizes(heads: int, latent: int, rotary: int) -> None:
+    config = replace(LATENTS, num_heads=heads, latent=latent, rotary_dim=rotary)
+    check((9, 1, SPLIT + 40), config, page_size=16)
+
+
+@pytest.mark.parametrize("chip", [HOPPER, AMPERE], ids=["sm_90", "sm_80"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_types(chip: Chip, dtype: torch.dtype) -> None:
+    check((9, 1, 70, SPLIT + 20), dtype=dtype, chip=chip)
+
+
+def test_a_step_with_prompts() -> None:
+    """Decode rows by the kernel; short chunks absorbed, and long ones expanded."""
+    check((40, 300, 9, 30), query_lens=(1, 1, 3, 20))
+    check((40, 30), query_lens=(7, 30))
+
+
+@settings(max_examples=15, deadline=None)
+@given(kv_lens=st.lists(st.integers(1, 700), min_size=1, max_size=6), page_size=st.sampled_from([1, 4, 32]))
+def test_any_lengths(kv_lens: list[int], page_size: int) -> None:
+    check(tuple(kv_lens), page_size=page_size)
+
+
+def kernel(step: LatentStep, rows: list[int], chip: Chip = HOPPER) -> torch.Tensor:
+    """The kernel's output for these rows of a step, from the same queries of each."""
+    width = LATENTS.latent + LATENTS.rotary_dim
+    asked = np.random.default_rng(3).standard_normal((len(step.kv_lens), 4, width)).astype(np.float32)
+    queries, lens = torch.from_numpy(asked)[rows], torch.from_numpy(step.kv_lens)[rows]
+    table, pages = torch.from_numpy(step.page_table)[rows], torch.from_numpy(step.pages[:, None]).float()
+    plan = plan_latent_decode(lens, len(rows), table.shape[1] * pages.shape[2], 4, pages.dtype, chip)
+    output = torch.full((len(rows), 4, LATENTS.latent), torch.nan)
+    partials = Partials.allocate(plan, output)
+    decode_latents(queries, KVPages(pages, pages), table, lens, AttentionOptions(0.3), plan, partials, output, chip)
+    return output
+
+
+def test_a_row_is_the_same_in_any_batch_and_on_any_chip() -> None:
+    lens = (700, 9, 300, 1)
+    step = step_of(LATENTS, lens, torch.float32)
+    whole = kernel(step, [0, 1, 2, 3])
+    assert torch.equal(kernel(step, [0, 1, 2, 3], AMPERE), whole)
+    with shuffled_programs(3):
+        assert torch.equal(kernel(step, [0, 1, 2, 3]), whole)
+    for rows in ([0], [2, 1], [3, 3, 0]):
+        assert torch.equal(kernel(step, rows), whole[rows])
+
+
+def test_rows_of_padding_are_zero() -> None:
+    step = step_of(LATENTS, (40, 300, 9), torch.float32)
+    found = attend(replace(step, kv_lens=np.array([40, 0, 9], np.int32)), LATENTS)
+    assert not found[1].any()
+    assert torch.equal(found[[0, 2]], attend(step, LATENTS)[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "capability", "blocks"),
+    [
+        (1, torch.bfloat16, 90, 1),
+        (128, torch.bfloat16, 90, 2),
+        (96, torch.float16, 90, 2),
+        (65, torch.bfloat16, 90, 5),
+        (128, torch.bfloat16, 80, 4),
+        (40, torch.bfloat16, 100, 2),
+        (67, torch.bfloat16, 100, 67),
+        (128, torch.float32, 90, 8),
+    ],
+)
+def test_heads_are_divided_into_equal_blocks(heads: int, dtype: torch.dtype, capability: int, blocks: int) -> None:
+    assert latent_tile(heads, dtype, Chip(capability, 100)).blocks == blocks
+
+
+def test_what_the_kernel_does_not_support_is_refused() -> None:
+    queries, output = torch.zeros(1, 4, 40), torch.zeros(1, 4, 32)
+    pages = torch.zeros(2, 1, 16, 40)
+    lens = torch.ones(1, dtype=torch.int32)
+    plan = plan_latent_decode(lens, 1, 16, 4, torch.float32, HOPPER)
+    table = torch.ones(1, 1, dtype=torch.int32)
+
+    def run(options: AttentionOptions, pages: torch.Tensor = pages) -> None:
+        decode_latents(queries, KVPages(pages, pages), table, lens, options, plan, None, output, HOPPER)
+
+    with pytest.raises(ValueError, match="no window, no soft cap and no sinks"):
+        run(AttentionOptions(1.0, window=4))
+    with pytest.raises(ValueError, match=r"queries of 40 numbers and outputs of 32 do not fit pages \(2, 1, 16, 48\)"):
+        run(AttentionOptions(1.0), torch.zeros(2, 1, 16, 48))
