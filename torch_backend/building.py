@@ -86,6 +86,8 @@ class TorchBackend:
     ) -> TorchBackend:
         """Chooses dtypes and kernels for the models on a device. Raises `ConfigError` for options that it does not
         support."""
+        if config.enable_dp_attention:
+            raise ConfigError("enable_dp_attention is not supported by the torch backend yet: choose --backend jax")
         if config.batch_invariant and device.type != "cpu":
             _refuse_experts(config, models.main.config)
         dtype = select_dtype(config.dtype, device)

@@ -65,6 +65,9 @@ DOES_NOT_FIT = 1
     help="into how many parts the experts are divided among these devices",
 )
 @click.option("--enable-expert-parallel", is_flag=True, help="as --ep-size with the number of --tp-size")
+@click.option(
+    "--enable-dp-attention", is_flag=True, help="each of these devices computes the attention of separate rows"
+)
 @option_by_all_names(
     "context_length", type=click.IntRange(min=1), help="maximum tokens of a request; default: the model's"
 )

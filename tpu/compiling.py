@@ -46,6 +46,7 @@ from sglang_jax.runner.sizing import (
     choose_sizes,
     describe_pools,
     pages_in_memory,
+    refuse_ranks,
     refuse_with_latents,
     refuse_with_states,
 )
@@ -139,6 +140,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     refuse_with_determinism(options, request.model)
     refuse_with_states(options, request.model)
     refuse_with_latents(options, request.model)
+    refuse_ranks(options, request.model)
     refuse_without_experts(options, request.model)
     num_shards = shards_on_jax(options, request.model)
     parallel = TensorParallel.of(request.model, Parallelism.of(options), num_shards)
@@ -159,6 +161,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
             block_products=group_products(options, dtype, num_shards),
             min_rounded_rows=rounding,
             num_shards=num_shards,
+            dp_ranks=options.dp_ranks,
         )
     states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
@@ -173,6 +176,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
         platform=_PLATFORM,
         state_dtypes=states,
         shards_on_device=parallel.shards_on_device,
+        ranks=options.dp_ranks,
     )
     programs = programs_of(model, parallel, cache, spec, options, mesh)
     buckets = programs.buckets

@@ -12,6 +12,8 @@ class Axis(StrEnum):
     HIDDEN = "hidden"
     VOCABULARY = "vocabulary"
     HEADS = "heads"
+    WHOLE_HEADS = "whole_heads"
+    """Heads that every device has, where each computes the attention of separate rows."""
     KV_HEADS = "kv_heads"
     HEAD_PART = "head_part"
     HEAD_DIM = "head_dim"

@@ -209,6 +209,8 @@ class Manifest:
         lengths[Axis.GATE_OR_UP] = lengths[Axis.KEY_OR_VALUE] = len(wanted)
         if Axis.HEADS in lengths and Axis.KV_HEADS in lengths:
             lengths[Axis.HEAD_PART] = lengths[Axis.HEADS] // lengths[Axis.KV_HEADS] + 2
+        if Axis.HEADS in lengths:
+            lengths[Axis.WHOLE_HEADS] = lengths[Axis.HEADS]
         return tuple(lengths[axis] for axis in axes)
 
     def matrix_weights(self, layer: int | None) -> int:

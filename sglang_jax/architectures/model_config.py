@@ -236,6 +236,11 @@ class ModelConfig:
         return any(layer.recurrent is not None for layer in self.layers)
 
     @property
+    def keeps_only_latents(self) -> bool:
+        """Whether all layers have latent attention, and nothing else that caches."""
+        return all(isinstance(layer.mixer, LatentAttentionConfig) for layer in self.layers)
+
+    @property
     def keeps_latents(self) -> bool:
         """Whether any layer has latent attention."""
         return any(isinstance(attention, LatentAttentionConfig) for attention in self.attention)

@@ -18,6 +18,7 @@ _OVER_DEVICES = frozenset(
         Axis.SHARDED_IN_BLOCKS,
     }
 )
+_OF_ATTENTION = frozenset({Axis.HEADS, Axis.KV_HEADS})
 _OF_EXPERTS = frozenset({Axis.EXPERT_INTERMEDIATE, Axis.EXPERT_IN_BLOCKS})
 
 
@@ -29,14 +30,17 @@ class Parallelism:
     Experts are divided into `experts` parts (expert parallelism: Lepikhin et al. 2020), a divisor of `devices`. Device
     n has part n % `experts`, and shares the columns of these experts with the other devices that have it: its columns
     are part n // `experts`.
+
+    `whole_heads`: attention is not divided by heads, but each device computes that of separate rows.
     """
 
     devices: int = 1
     experts: int = 1
+    whole_heads: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> Parallelism:
-        return cls(config.tp_size, config.expert_parts)
+        return cls(config.tp_size, config.expert_parts, config.enable_dp_attention)
 
     @property
     def devices_of_expert(self) -> int:
@@ -50,7 +54,7 @@ class Parallelism:
             return self.experts
         if axis in _OF_EXPERTS:
             return self.devices_of_expert
-        return self.devices if axis in _OVER_DEVICES else 1
+        return self.devices if self._divides(axis) else 1
 
     def place(self, axis: Axis, device: int) -> int:
         """Which part of an axis a device has."""
@@ -58,7 +62,10 @@ class Parallelism:
             return device % self.experts
         if axis in _OF_EXPERTS:
             return device // self.experts
-        return device if axis in _OVER_DEVICES else 0
+        return device if self._divides(axis) else 0
+
+    def _divides(self, axis: Axis) -> bool:
+        return axis in _OVER_DEVICES and not (self.whole_heads and axis in _OF_ATTENTION)
 
 
 ONE_DEVICE = Parallelism()

@@ -128,7 +128,7 @@ async def _answer_with_engines(
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    replicas = await launch(config, config.dp_size)
+    replicas = await launch(config, config.replicas)
     progress = RunProgress(work.figures, work.source, terminal=sys.stderr.isatty())
     driver = Driver(
         records,

@@ -171,6 +171,11 @@ class EngineConfig(BaseModel):
     dp_size: PositiveInt = Field(
         1, description="number of replicas on this machine, each on separate devices (data parallelism)"
     )
+    enable_dp_attention: bool = Field(
+        False,
+        description="each device of --tp-size computes the attention of separate rows, and caches only these; for "
+        "models with latent attention, on JAX; --dp-size is then 1 or that of --tp-size, and there is one replica",
+    )
     load_balance_method: LoadBalanceMethod = Field(
         LoadBalanceMethod.CACHE_AWARE,
         description="how requests are assigned to replicas: longest cached prefix, round robin, or least load",
@@ -411,11 +416,26 @@ class EngineConfig(BaseModel):
                 f"ep_size {self.expert_parts} changes the order of sums over experts, which deterministic tp excludes: "
                 "choose ep_size 1, or deterministic batch"
             )
+        if self.enable_dp_attention and self.dp_size not in (1, self.tp_size):
+            raise ValueError(
+                f"with enable_dp_attention, dp_size must be 1 or tp_size, {self.tp_size}, got {self.dp_size}: each "
+                "device of tp_size is one rank"
+            )
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ValueError(
                 f"max_total_tokens ({self.max_total_tokens}) must hold at least one page of {self.page_size} tokens"
             )
         return self
+
+    @property
+    def replicas(self) -> int:
+        """The number of engines: that of `dp_size`, which may also name the ranks of `enable_dp_attention`."""
+        return 1 if self.enable_dp_attention else self.dp_size
+
+    @property
+    def dp_ranks(self) -> int:
+        """Ranks that compute the attention of separate rows: see `RunnerSpec.dp_ranks`."""
+        return self.tp_size if self.enable_dp_attention else 1
 
     @field_validator("compile_passes")
     @classmethod

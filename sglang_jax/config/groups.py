@@ -94,6 +94,7 @@ FIELDS: Mapping[OptionGroup, Sequence[str]] = {
         "ep_size",
         "enable_expert_parallel",
         "dp_size",
+        "enable_dp_attention",
         "load_balance_method",
         "nnodes",
         "node_rank",

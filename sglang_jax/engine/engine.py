@@ -52,7 +52,7 @@ Launcher = Callable[[EngineConfig], Awaitable[EngineClient]]
 
 
 async def _launch(config: EngineConfig) -> EngineClient:
-    return await (launch_engine(config, in_process=True) if config.dp_size == 1 else launch_engines(config))
+    return await (launch_engine(config, in_process=True) if config.replicas == 1 else launch_engines(config))
 
 
 class Engine:
@@ -73,7 +73,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None, *, launch: Launcher = _launch, **options: Any) -> None:
         self.config = engine_config(config, options)
-        if self.config.dp_size > 1:
+        if self.config.replicas > 1:
             check_main()
         self._loop = LoopThread("sglang-jax-client")
         try:
@@ -383,7 +383,7 @@ class Engine:
     def state(self) -> dict[str, object]:
         """The state of scheduler and runner; with replicas, `replicas` has a list with one per replica."""
         states = self._call(GetState())
-        return states[0] if self.config.dp_size == 1 else {"replicas": states}
+        return states[0] if self.config.replicas == 1 else {"replicas": states}
 
     def shutdown(self) -> None:
         """Ends the engine; requests in flight fail with `EngineDeadError`. Further calls do nothing."""

@@ -51,8 +51,8 @@ async def launch_engines(
 def local_replicas(config: EngineConfig, launch: LaunchLink = launch_replica_link) -> list[Replica[Link]]:
     """Creates this server's `dp_size` replicas without starting them. A single one gets the whole machine. Raises
     `ConfigError` if the machine is too small for them."""
-    if config.dp_size > 1:
-        return list(create_replicas(config, config.dp_size, launch, backoff=restart_policy(config)))
+    if config.replicas > 1:
+        return list(create_replicas(config, config.replicas, launch, backoff=restart_policy(config)))
     return [Replica(0, partial(launch, config, None), backoff=restart_policy(config))]
 
 

@@ -179,6 +179,7 @@ class JaxBackend:
             encodings=encodings_of(checkpoint, quantization),
             min_rounded_rows=self._rounding,
             num_shards=parallel.num_shards,
+            dp_ranks=self.config.dp_ranks,
         )
 
     def available(self) -> int:
@@ -212,6 +213,7 @@ class JaxBackend:
             state_dtypes=state_dtypes_of(self.config, self.dtype),
             count_experts=count_experts,
             shards_on_device=model.parallel.shards_on_device,
+            ranks=self.config.dp_ranks,
         )
 
 

@@ -21,7 +21,7 @@ from sglang_jax.jax_runner.packing import SampleLayout, StepInputs, StepLayout
 from sglang_jax.jax_runner.readers import LogitsReader, Masks, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.kernels.state_rows import StateRows
-from sglang_jax.layers.batch import ForwardBatch, GroupPages
+from sglang_jax.layers.batch import ForwardBatch, GroupPages, SequenceRanks
 from sglang_jax.layers.part import States
 from sglang_jax.layers.pooler import sums_of_sequences
 from sglang_jax.runner.drafts import REJECTED, FlatPlan
@@ -195,6 +195,9 @@ def build_batch(
         num_decode=inputs.num_decode,
         further=tuple(further),
         states=states,
+        ranks=None
+        if table.ranks is None
+        else SequenceRanks(inputs.rows // table.ranks.rows, table.ranks.rows, table.ranks.tokens),
     )
 
 

@@ -257,7 +257,8 @@ class _Source:
         self._blocks = next((sizes[axis] for axis in BLOCK_AXES if axis in sizes), 1)
 
     def of(self, parameter: ModelParameter) -> ReadPart:
-        names, axes, shape = parameter.names, parameter.value.axes, parameter.value.shape
+        names, shape = parameter.names, parameter.value.shape
+        axes = tuple(Axis.HEADS if axis is Axis.WHOLE_HEADS else axis for axis in parameter.value.axes)
         if Axis.HEAD_PART in axes:
             return self._fused_heads(names, axes, shape)
         if len(names) > 1:

@@ -28,6 +28,7 @@ from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import Sizes, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
+from sglang_jax.layers.ranks import divide
 from sglang_jax.layers.rotary import apply_rotary, apply_rotary_by_product
 from sglang_jax.layers.sharding import KV_AXES, automatic_mesh, partition_spec
 
@@ -145,7 +146,10 @@ def _norm_of(config: QKNorm | None, heads: Sizes, dtype: jnp.dtype, part: Part) 
 
 
 def with_write_plan(implementation: AttentionImplementation, batch: ForwardBatch, kv_pages: jax.Array) -> ForwardBatch:
-    """A cache group's batch with the write plan that all its layers share. `kv_pages`: of one of them."""
+    """A cache group's batch with the write plan that all its layers share, of each rank if ranks divide sequences.
+    `kv_pages`: of one of them."""
+    if batch.ranks is not None:
+        return divide(implementation, batch, kv_pages)
     find = partial(plan_writes, implementation, kv_pages)
     mesh = automatic_mesh()
     if implementation.for_tpu and mesh is not None:

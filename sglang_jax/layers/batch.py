@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,32 @@ class GroupPages:
 
     write_slots: jax.Array
     page_table: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SequenceRanks:
+    """`of`: int32 `[R]`, the rank of each sequence, none's number for padding; `rows`, `tokens`: maximum sequences and
+    tokens of a step on one rank."""
+
+    of: jax.Array
+    rows: int = field(metadata={"static": True})
+    tokens: int = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RankBatch:
+    """The sequences of each rank, with an axis of ranks before those of every array.
+
+    - `tokens`: int32 `[ranks, T of a rank]`, the indices of its tokens among all, any for padding.
+    - `places`: int32 `[ranks, T]`, where each token is among those of the rank; T of a rank if it is another's.
+    - `batch`: with T and R of a rank.
+    """
+
+    tokens: jax.Array
+    places: jax.Array
+    batch: ForwardBatch
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +65,8 @@ class ForwardBatch:
     - `further`: pages of the cache groups after the first, to which `write_slots` and `page_table` belong, without
       groups of states.
     - `states`: the places of the sequences' states, if the model has any.
+    - `ranks`: int32 `[R]`, the rank of each sequence, if ranks divide them; `own`: the parts of all ranks (see
+      `layers.ranks`).
     """
 
     tokens: jax.Array
@@ -51,6 +79,8 @@ class ForwardBatch:
     write_plan: jax.Array | None = None
     further: tuple[GroupPages, ...] = ()
     states: StateRows | None = None
+    ranks: SequenceRanks | None = None
+    own: RankBatch | None = None
 
     def of_group(self, group: int) -> ForwardBatch:
         if group == 0:

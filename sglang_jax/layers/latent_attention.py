@@ -30,6 +30,7 @@ from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
+from sglang_jax.layers.ranks import on_each_rank
 from sglang_jax.layers.rotary import apply_rotary
 
 _TOKENS_PER_BLOCK = 64
@@ -46,7 +47,9 @@ class LatentAttention(nnx.Module):
         dtype, self.implementation = options.dtype, options.implementation
         self.config = config
         inputs = hidden = [(Axis.HIDDEN, options.hidden_size)]
-        latent, heads = [(Axis.LATENT, config.latent)], (Axis.HEADS, config.num_heads)
+        self.dp_ranks = options.dp_ranks
+        of_heads = Axis.HEADS if options.dp_ranks == 1 else Axis.WHOLE_HEADS
+        latent, heads = [(Axis.LATENT, config.latent)], (of_heads, config.num_heads)
         keys, rotated, values = (
             [heads, (Axis.HEAD_DIM, size)] for size in (config.key_dim, config.rotary_dim, config.value_dim)
         )
@@ -68,6 +71,8 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`. Writes the step's latent vectors into the pages."""
         assert memory.pages is not None, "a layer with attention"
+        if step.batch.own is not None:
+            return self._on_each_rank(x, step, memory)
         tile_rows = self.implementation.tile_rows
         plain, queries, cached = in_tiles(self._inputs, (x, step.rotary), tile_rows)
         values, kv_pages = attend_latents(
@@ -80,6 +85,23 @@ class LatentAttention(nnx.Module):
             step.batch,
         )
         return in_tiles(self.output, values, tile_rows), replace(memory, pages=kv_pages)
+
+    def _on_each_rank(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        graph, weights = nnx.split(self)
+
+        def attend(
+            weights: nnx.State, x: jax.Array, rotary: tuple[jax.Array, ...], pages: jax.Array, batch: ForwardBatch
+        ) -> tuple[jax.Array, jax.Array]:
+            layer: LatentAttention = nnx.merge(graph, weights)
+            tables = (rotary[0], rotary[1]) if rotary else None
+            found, own = layer(x, LayerStep(batch, tables), LayerMemory(pages))
+            assert own.pages is not None
+            return found, own.pages
+
+        assert memory.pages is not None
+        assert step.batch.own is not None
+        found, pages = on_each_rank(attend, weights, x, step.rotary or (), memory.pages, step.batch.own)
+        return found, replace(memory, pages=pages)
 
     def _inputs(self, tokens: tuple[jax.Array, RotaryTables | None]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries without and with rotation, and what is cached, of tokens `[T, hidden]` with their rotation."""

@@ -36,6 +36,7 @@ class PartOptions:
     - `min_rounded_rows`: which steps round activations for 8-bit matrices.
     - `layer`: index of the part's layer, None for parts of the whole model.
     - `num_shards`: in which layers are computed, whatever the number of devices; None for one on each device.
+    - `dp_ranks`: devices that compute the attention of separate rows; 1: none do.
     """
 
     hidden_size: int
@@ -48,6 +49,7 @@ class PartOptions:
     min_rounded_rows: MinRoundedRows = never_rounded
     layer: int | None = None
     num_shards: int | None = None
+    dp_ranks: int = 1
 
     def encoding_of(self, *parts: Part) -> Encoding | None:
         """The encoding of the matrices of `parts`; None for plain numbers, or if they differ."""

@@ -25,6 +25,7 @@ MESH_AXIS: dict[Axis, tuple[str, ...]] = {
     Axis.HIDDEN: (),
     Axis.VOCABULARY: TENSOR,
     Axis.HEADS: TENSOR,
+    Axis.WHOLE_HEADS: (),
     Axis.KV_HEADS: TENSOR,
     Axis.HEAD_PART: (),
     Axis.HEAD_DIM: (),
@@ -56,6 +57,10 @@ feed-forward layer; a sum over devices follows each of the two. Experts: see `Pa
 
 KV_AXES = (Axis.PAGES, Axis.KV_HEADS, Axis.KEY_OR_VALUE, Axis.PAGE_OFFSET, Axis.HEAD_DIM)
 """The axes of a layer's KV pages: see `kernels.kv_storage`."""
+
+
+PAGES_OF_RANKS = PartitionSpec(TENSOR)
+"""The sharding of pages of which each device has its own: see `layers.ranks`."""
 
 
 def partition_spec(axes: Sequence[Axis]) -> PartitionSpec:

@@ -50,6 +50,7 @@ def build_model(
     block_products: BlockProducts = no_blocks,
     min_rounded_rows: MinRoundedRows = never_rounded,
     num_shards: int | None = None,
+    dp_ranks: int = 1,
 ) -> Transformer:
     """A model whose parameters are only shapes until weights are loaded. `dtype`: of weights and activations, bfloat16,
     or float32 for exact float32 throughout; raises `ValueError` for another.
@@ -61,6 +62,7 @@ def build_model(
     - `block_products`: makes the kernels of matrices that stay in blocks; by default, none do.
     - `min_rounded_rows`: the steps that round activations for 8-bit matrices; by default, none do.
     - `num_shards`: in which the model is computed, whatever the number of devices; None for one on each device.
+    - `dp_ranks`: see `PartOptions`.
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")
@@ -76,6 +78,7 @@ def build_model(
         block_products=block_products,
         min_rounded_rows=min_rounded_rows,
         num_shards=num_shards,
+        dp_ranks=dp_ranks,
     )
     check_shapes(model)
     return model

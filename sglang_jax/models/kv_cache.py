@@ -22,7 +22,7 @@ from sglang_jax.kernels.causal_convolution import tail_shape
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.part import LayerMemory, States
 from sglang_jax.layers.platform import PlatformLayout
-from sglang_jax.layers.sharding import KV_AXES, named_sharding, spec_of_state
+from sglang_jax.layers.sharding import KV_AXES, PAGES_OF_RANKS, named_sharding, spec_of_state
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -58,6 +58,7 @@ class KVCacheSpec:
 
     - `shapes`: of its pages, `[num_pages, kv_heads, parts, page_size, lanes]`; `()` for a layer without pages.
     - `sharded`: whether its KV heads are sharded over the devices; otherwise each device has them all.
+    - `ranks`: devices of which each has separate pages, one after the other in the arrays; 1: pages are those of all.
     - `storage`: dtype of pages. `states`: its state pools, empty for attention.
     - `counted`: number of experts whose tokens it counts.
     """
@@ -67,13 +68,15 @@ class KVCacheSpec:
     storage: jnp.dtype
     states: tuple[tuple[StatePool, ...], ...]
     counted: tuple[int, ...]
+    ranks: int = 1
 
     def memory(self, mesh: Mesh) -> KVCaches:
         """The shapes of each layer's memory, with KV heads and heads of states sharded over the mesh's tensor axis."""
         heads, whole = named_sharding(mesh, KV_AXES), NamedSharding(mesh, PartitionSpec())
+        others = NamedSharding(mesh, PAGES_OF_RANKS) if self.ranks > 1 else whole
 
         def of(shape: tuple[int, ...], sharded: bool, states: tuple[StatePool, ...], experts: int) -> LayerMemory:
-            pages = heads if sharded else whole
+            pages = heads if sharded else others
             paged = jax.ShapeDtypeStruct(shape, self.storage, sharding=pages) if shape else None
             words = jax.ShapeDtypeStruct((2, experts), jnp.uint32, sharding=whole) if experts else None
             return LayerMemory(paged, tuple(state.on(mesh) for state in states), words)
@@ -84,7 +87,7 @@ class KVCacheSpec:
         """Bytes of a layer's memory on each of `devices` devices."""
         pages = math.prod(self.shapes[layer]) * self.storage.itemsize if self.shapes[layer] else 0
         states = sum(math.prod(state.shape) * state.dtype.itemsize for state in self.states[layer])
-        return pages // (devices if self.sharded[layer] else 1) + states // devices
+        return pages // (devices if self.sharded[layer] else self.ranks) + states // devices
 
 
 def kv_cache_spec(
@@ -97,11 +100,13 @@ def kv_cache_spec(
     state_dtypes: StateDtypes | None = None,
     count_experts: bool = False,
     shards_on_device: int = 1,
+    ranks: int = 1,
 ) -> KVCacheSpec:
     """The memory of a model: pages with keys and values of `dtype`, and slots for states. `num_pages`: pages, or slots,
     of each cache group, or one number for all. `platform`: JAX's default if None; `state_dtypes`: float32 if None.
     `count_experts`: whether layers count the tokens that choose each expert. `shards_on_device`: each device has the
-    heads of this many shards; the pages, or slots, of each shard follow those of the one before."""
+    heads of this many shards; the pages, or slots, of each shard follow those of the one before. `ranks`: each has
+    `num_pages` separate pages."""
     form = PlatformLayout.of(platform or jax.default_backend())
     groups = group_of_layers(config)
     counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(cache_groups(config))
@@ -116,14 +121,14 @@ def kv_cache_spec(
         shared, own, count = len(layer.attention.cached) == 1, heads or 1, counts[group]
         if layer.caches_heads:
             own, count = own // shards_on_device, count * shards_on_device
-        return page_shape(count, own, page_size, width, tiled=form.tiled_kv_pages, shared=shared)
+        return page_shape(count * ranks, own, page_size, width, tiled=form.tiled_kv_pages, shared=shared)
 
     shapes = tuple(pages(layer, group) for group, layer in zip(groups, config.layers, strict=True))
     tiled, dtypes = form.tiled_state_tails, state_dtypes or StateDtypes()
     states = tuple(_pools(layer, slots, dtypes, shards_on_device, tiled=tiled) for layer in config.layers)
     counted = tuple(layer.num_experts if count_experts else 0 for layer in config.layers)
     sharded = tuple(layer.caches_heads for layer in config.layers)
-    return KVCacheSpec(shapes, sharded, form.kv_storage(dtype), states, counted)
+    return KVCacheSpec(shapes, sharded, form.kv_storage(dtype), states, counted, ranks)
 
 
 @dataclass(frozen=True, slots=True)

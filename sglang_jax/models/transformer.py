@@ -128,6 +128,7 @@ class Transformer(nnx.Module):
         block_products: BlockProducts = no_blocks,
         min_rounded_rows: MinRoundedRows = never_rounded,
         num_shards: int | None = None,
+        dp_ranks: int = 1,
     ) -> None:
         self.config = config
         self.attention = attention
@@ -141,6 +142,7 @@ class Transformer(nnx.Module):
             block_products=block_products,
             min_rounded_rows=min_rounded_rows,
             num_shards=num_shards,
+            dp_ranks=dp_ranks,
         )
         self.embedding = Embedding(config.vocab_size, options)
         learnt = config.learnt_positions

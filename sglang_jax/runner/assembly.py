@@ -33,6 +33,7 @@ from sglang_jax.runner.sizing import (
     describe_pools,
     pages_in_memory,
     pool_specs,
+    refuse_ranks,
     refuse_with_latents,
     refuse_with_states,
 )
@@ -62,6 +63,7 @@ def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
     other; `CheckpointError` for a draft model that cannot be read."""
     refuse_with_states(config, checkpoint.config)
     refuse_with_latents(config, checkpoint.config)
+    refuse_ranks(config, checkpoint.config)
     refuse_without_experts(config, checkpoint.config)
     refuse_with_determinism(config, checkpoint.config)
     return Models(checkpoint, open_draft(config, checkpoint), quantization_of(config, checkpoint))
@@ -204,6 +206,7 @@ def runner_spec(
         pooling=None if model.pooler is None else model.pooler.pooling,
         pooled_width=0 if model.pooler is None else model.pooler.width(model.hidden_size),
         whole_prompts=not model.causal,
+        dp_ranks=config.dp_ranks,
     )
 
 

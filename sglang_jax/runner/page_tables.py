@@ -11,17 +11,26 @@ from sglang_jax.runner.plan import Int32, PageDeltas, RunnerSpec, SlotCopies
 
 
 @dataclass(frozen=True, slots=True)
+class RankSizes:
+    """The rows of a rank, and its maximum tokens of a step: see `RunnerSpec.dp_ranks`."""
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class TableLayout:
     """The columns of the table: those of each pool, which start at `starts`, in the order of pools. `paged`: first and
     last column of each pool with pages; `draft`: indices in it of a draft model's pools; `slots`: the column with each
     row's slot for its state, None without states; `first_draft_slot`: the first slot after those of the pool, for the
-    states after the drafts of a step (see `runner.drafts`)."""
+    states after the drafts of a step (see `runner.drafts`); `ranks`: among which rows are divided, None for one."""
 
     paged: tuple[tuple[int, int | None], ...] = ((0, None),)
     draft: tuple[int, ...] = ()
     slots: int | None = None
     starts: tuple[int, ...] = (0,)
     first_draft_slot: int = 0
+    ranks: RankSizes | None = None
 
     @classmethod
     def of(cls, spec: RunnerSpec) -> TableLayout:
@@ -32,7 +41,8 @@ class TableLayout:
         kept = ((first, pool.num_pages) for pool, first, _ in placed if pool.kind.keeps_states)
         slots, first_draft_slot = next(kept, (None, 0))
         draft = tuple(index for index, (*_, draft) in enumerate(paged) if draft)
-        return cls(tuple((first, last) for first, last, _ in paged), draft, slots, starts, first_draft_slot)
+        ranks = RankSizes(spec.rows_of_rank, spec.rank_tokens) if spec.dp_ranks > 1 else None
+        return cls(tuple((first, last) for first, last, _ in paged), draft, slots, starts, first_draft_slot, ranks)
 
     @property
     def states(self) -> bool:

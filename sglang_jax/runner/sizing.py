@@ -29,6 +29,10 @@ _PROMPT_TOKENS_OF_GPUS = ((70, 8192), (40, 4096), (20, 2048), (0, 1024))
 the matrix units busier and read the weights less often; their activations must fit into the memory that
 `mem_fraction_static` leaves."""
 
+_MOST_RANKS_OF_PROMPTS = 8
+"""With data-parallel attention, a step has the default prompt tokens of up to this many ranks, each of which computes
+an equal part: a single prompt has only that of its rank."""
+
 _MAX_DRAFT_SLOTS = 32
 """Maximum slots for states after drafts: a state is 20 to 80 MiB for models of 1 to 80 billion parameters."""
 
@@ -92,8 +96,9 @@ def choose_sizes(
     if context > longest:
         raise ConfigError(f"context_length {context} exceeds the model's maximum of {longest} positions")
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
-    max_rows = config.max_running_requests or default_rows
-    prompt_tokens = config.chunked_prefill_size or _default_prompt_tokens(memory)
+    ranks = config.dp_ranks
+    max_rows = _multiple_of(ranks, config.max_running_requests or default_rows)
+    prompt_tokens = config.chunked_prefill_size or _default_prompt_tokens(memory) * min(ranks, _MOST_RANKS_OF_PROMPTS)
     if whole_prompts:
         prompt_tokens = max(prompt_tokens, context)
     draft_slots = _draft_slots(config, memory, max_rows)
@@ -116,11 +121,16 @@ def choose_sizes(
     return Sizes(
         num_pages=tuple(1 + count for count in pools.pages(pages)),
         max_rows=max_rows,
-        token_budget=max(prompt_tokens, _ROWS_PER_BUDGET * max_rows),
+        token_budget=_multiple_of(ranks, max(prompt_tokens, _ROWS_PER_BUDGET * max_rows)),
         max_context=min(context, tokens),
         prompt_tokens=prompt_tokens,
         draft_slots=draft_slots,
     )
+
+
+def _multiple_of(ranks: int, number: int) -> int:
+    """The smallest multiple of `ranks` from `number` on."""
+    return -(-number // ranks) * ranks
 
 
 def _default_prompt_tokens(memory: Memory) -> int:
@@ -303,6 +313,27 @@ def refuse_with_latents(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"kv_cache_dtype {config.kv_cache_dtype.value}: latent attention caches one short vector of a token, which "
             "is not stored in 8 bits yet: choose auto"
+        )
+
+
+def refuse_ranks(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises `ConfigError` for data-parallel attention of a model that has other layers than with latent attention, and
+    with options that it does not support."""
+    if not config.enable_dp_attention:
+        return
+    if config.max_samples > 1:
+        name = config.speculative_algorithm.value
+        raise ConfigError(
+            f"enable_dp_attention does not support speculative_algorithm {name} yet: remove one of the two"
+        )
+    if config.batch_invariant:
+        raise ConfigError(
+            f"enable_dp_attention does not support {config.determinism_option} yet: remove one of the two"
+        )
+    if not (model.attention and model.keeps_only_latents):
+        raise ConfigError(
+            "enable_dp_attention needs a model whose layers all have latent attention (MLA), such as DeepSeek's: with "
+            "other attention, tp_size divides the heads"
         )
 
 

@@ -34,10 +34,10 @@ async def connect_engines(
     of `launch` and of loading the tokenizer; `EngineDeadError` if no server answers."""
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request at INFO
     addresses, with_own = read_addresses(config.connect or "")
-    if config.nnodes > 1 or (config.dp_size > 1 and not with_own):
+    if config.nnodes > 1 or (config.replicas > 1 and not with_own):
         raise ConfigError(
             f"connect uses other servers' engines: nnodes must be 1, and without {LOCAL} in the list dp_size too, got "
-            f"nnodes {config.nnodes} and dp_size {config.dp_size}"
+            f"nnodes {config.nnodes} and dp_size {config.replicas}"
         )
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(load_text_tokenizer, config)

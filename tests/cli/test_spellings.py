@@ -58,6 +58,7 @@ VALUE_OF = {
     "tp_size": 4,
     "ep_size": 2,
     "enable_expert_parallel": True,
+    "enable_dp_attention": True,
     "dp_size": 2,
     "context_length": 777,
     "max_running_requests": 9,
@@ -533,6 +534,10 @@ def test_fields_that_belong_elsewhere_name_the_place(name: str, instead: str) ->
         ({"port": 3}, "^port is a server option, and Engine starts no server$"),
         ({"page_size": 12}, "^page_size must be a power of two, got 12$"),
         ({"tp_size": 4, "ep_size": 3}, "^ep_size must divide tp_size, 4, got 3$"),
+        (
+            {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True},
+            "^with enable_dp_attention, dp_size must be 1 or tp_size, 4, got 2: each device of tp_size is one rank$",
+        ),
         (
             {"tp_size": 4, "ep_size": 2, "enable_expert_parallel": True},
             "^enable_expert_parallel sets ep_size to tp_size, 4, and ep_size is 2: remove one of the two$",

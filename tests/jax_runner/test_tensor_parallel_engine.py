@@ -140,6 +140,37 @@ assert [sum(layer) for layer in counts.values()] == [3 * (4 + 18 + 1 + 3 * 7)] *
 """
 
 
+_RANKS = """
+import sys
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.config import EngineConfig
+
+folder = sys.argv[1]
+shared = [(7 * number) % 380 + 3 for number in range(40)]
+prompts = [[*shared, 5, 6], [*shared[:33], 9], [301], shared[:21], [4, 5], [9, 8, 7], shared[3:30]]
+greedy = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+random = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=4, max_new_tokens=8, ignore_eos=True)
+
+def run(**options):
+    config = EngineConfig(
+        model_path=folder, backend="jax", device="cpu", dtype="float32", skip_warmup=True, debug_memory=True,
+        max_total_tokens=256, max_running_requests=6, chunked_prefill_size=32, page_size=4, **options,
+    )
+    with Engine(config=config) as engine:
+        state = engine.state()
+        assert state["max_total_tokens"] == 256 * config.dp_ranks, state
+        outputs = [engine.generate(prompts, params) for params in (greedy, random, greedy)]
+        with engine.open_session() as session:
+            outputs.append([session.generate(shared[:number], greedy) for number in (5, 9, 3)])
+        assert max(out.cached_tokens for out in outputs[2]) >= 32, outputs[2]
+        return [[out.output_ids for out in found] for found in outputs]
+
+one = run()
+assert run(tp_size=2, enable_dp_attention=True) == one
+assert run(tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True) == one
+"""
+
+
 _EACH = """
 import sys
 
@@ -171,12 +202,13 @@ def run_program(program: str, devices: int, *arguments: str | Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_devices_give_the_same_as_one_with_states_and_count_the_tokens_of_experts_once(tmp_path: Path) -> None:
-    """Prompts that start with states of others, and turns of a session; then a model with experts in two parts. One
-    process, because most of the time is its start."""
+    """Prompts that start with states of others, and turns of a session; then a model with experts in two parts, and one
+    whose rows are divided between two ranks. One process, because most of the time is its start."""
     # One key head, which both devices have.
     states = make_tiny_checkpoint(tmp_path / "states", "qwen3_5_text", linear_num_key_heads=1)
     experts = make_tiny_checkpoint(tmp_path / "experts", "qwen3_moe")
-    run_program(_EACH, 2, states, _STATES, experts, _EXPERTS)
+    latents = make_tiny_checkpoint(tmp_path / "latents", "deepseek_v3")
+    run_program(_EACH, 2, states, _STATES, experts, _EXPERTS, latents, _RANKS)
 
 
 @pytest.mark.soak

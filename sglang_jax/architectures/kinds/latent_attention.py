@@ -107,8 +107,8 @@ class LatentAttentionConfig:
         yield from ()
 
     def sharded(self, over: Parallelism) -> LatentAttentionConfig:
-        """See `LayerPart`. Latent vectors are replicated on every device."""
-        if self.num_heads % over.devices:
+        """See `LayerPart`. Latent vectors are replicated on every device, unless devices have separate rows."""
+        if not over.whole_heads and self.num_heads % over.devices:
             raise ConfigError(
                 f"{self.num_heads} heads cannot be spread over {over.devices} devices: choose a tp_size that divides "
                 "the heads"

@@ -83,7 +83,7 @@ def _check_supported(batch: BatchConfig, engine: EngineConfig) -> None:
             f"--error-file is not supported with --engine ray: failed lines are in files named *{ERRORS_ENDING} in "
             "--output"
         )
-    if engine.dp_size > 1:
+    if engine.replicas > 1:
         raise BatchError(f"--dp-size ({engine.dp_size}) is for one machine: with --engine ray, use --min-replicas")
 
 
