@@ -79,20 +79,13 @@ class Kernels:
     """Threads of kernels on a CPU; None if they use those of torch's operations."""
     bfloat16: Bfloat16Products | None = None
     """Products with matrices that stay in bfloat16, in a model of float32; None if none should or can."""
-    latents: bool = False
-    """Whether attention is over latent vectors."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a decode step reads nothing on the host; attention without Triton reads its lengths there."""
+        """Whether a step reads nothing on the host; attention without Triton reads its lengths there."""
         if self.attention_name is AttentionBackend.SAGE:
             return not isinstance(self.attention, NativeAttention | BlockAttention)
         return self.attention_name is AttentionBackend.TRITON
-
-    @property
-    def captures_prompts(self) -> bool:
-        """Whether a step with chunks of prompts reads nothing on the host either; over latent vectors, it does."""
-        return self.capturable and not self.latents
 
 
 def choose_kernels(
@@ -143,7 +136,7 @@ def choose_kernels(
         )
     attention = TritonAttention(chip)
     computed = ChunksOnly(attention) if fixed else attention
-    return Kernels(computed, name, operations, sampler, states=states, latents=latents)
+    return Kernels(computed, name, operations, sampler, states=states)
 
 
 def _for_latents(wanted: AttentionBackend, device: torch.device, *, fixed: bool) -> AttentionBackend:

@@ -245,8 +245,6 @@ def _capture(
         reason = f"{kernels.attention_name} attention reads lengths on the host"
     elif config.max_samples > 1 and model.keeps_states and kernels.states.reads_lengths:
         reason = "layers with a recurrent state read the drafts of a row on the host"
-    elif config.max_samples > 1 and kernels.latents:
-        reason = "latent attention reads the drafts of a row on the host"
     if reason is not None:
         logger.info("Steps are not captured: %s", reason)
         return None
@@ -259,8 +257,6 @@ def _mixed_buckets(
     reason = None
     if model.keeps_states and kernels.states.reads_lengths:
         reason = "layers with a recurrent state read lengths on the host"
-    elif not kernels.captures_prompts:
-        reason = "latent attention reads the lengths of prompts on the host"
     elif config.max_samples > 1:
         reason = f"not supported with speculative_algorithm {config.speculative_algorithm.value}"
     if reason is not None:

@@ -27,7 +27,8 @@ from torch_backend.kernels.gated_activation import gelu_mul, rounded_gated, silu
 from torch_backend.kernels.group_layout import GroupedWeights
 from torch_backend.kernels.group_product import group_product
 from torch_backend.kernels.integer_product import integer_product
-from torch_backend.kernels.latent_decode import decode_latents, plan_latent_decode
+from torch_backend.kernels.latent_attention import latent_attention
+from torch_backend.kernels.latent_plan import plan_latent_chunks, plan_latent_decode
 from torch_backend.kernels.plain_experts import (
     ExpertRows,
     Gate,
@@ -103,8 +104,10 @@ REPRESENTATIVE = (
     "decode_attention: bfloat16, head_dim 128, group 4, float8_e4m3fn pages of 16: ",
     "decode_attention: bfloat16, head_dim 64, group 8, float8_e4m3fn pages of 16, window, sinks: ",
     "decode_attention: bfloat16, head_dim 128, group 4, int8 and bfloat16 pages of 16: ",
-    "decode_latents: bfloat16, 128 heads, 512 + 64, pages of 16: ",
-    "decode_latents: bfloat16, 16 heads, 512 + 64, pages of 16: ",
+    "latent_attention: bfloat16, 128 heads, 512 + 64, pages of 16: ",
+    "latent_attention: bfloat16, 16 heads, 512 + 64, pages of 16: ",
+    "latent_attention of chunks: bfloat16, 16 heads, 512 + 64, pages of 16: ",
+    "latent_attention of short chunks: bfloat16, 128 heads, 512 + 64, pages of 16: ",
     "extend_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "extend_attention: bfloat16, head_dim 256, group 4, float8_e4m3fn pages of 1: ",
     "extend_attention: bfloat16, head_dim 128, group 4, int8 and bfloat16 pages of 16: ",
@@ -391,28 +394,40 @@ def _extend(tokens: int, shape: _Shape, chip: Chip) -> None:
 
 def _latents() -> Iterator[ShippedKernel]:
     """Heads on one device of DeepSeek-V3 (128 to 8), GLM-4.7-Flash (20) and MiniCPM3 (40 over smaller vectors)."""
+    bfloat16 = torch.bfloat16
     for heads in (128, 64, 32, 16, 8):
-        yield _latent_decode(heads, 512, 64, torch.bfloat16)
-    yield _latent_decode(20, 512, 64, torch.bfloat16)
-    yield _latent_decode(40, 256, 32, torch.bfloat16)
+        yield from _latent_attention(heads, 512, 64, bfloat16)
+    yield from _latent_attention(20, 512, 64, bfloat16)
+    yield from _latent_attention(40, 256, 32, bfloat16)
     for dtype in (torch.float16, torch.float32):
-        yield from (_latent_decode(heads, 512, 64, dtype) for heads in (16, 128))
+        for heads in (16, 128):
+            yield from _latent_attention(heads, 512, 64, dtype)
     for page_size in (1, 64):
-        yield _latent_decode(128, 512, 64, torch.bfloat16, page_size)
+        yield from _latent_attention(128, 512, 64, bfloat16, page_size)
 
 
-def _latent_decode(heads: int, latent: int, rotary: int, dtype: torch.dtype, page_size: int = 16) -> ShippedKernel:
-    def launch(chip: Chip) -> None:
-        queries, output = _empty(dtype, _ROWS, heads, latent + rotary), _empty(dtype, _ROWS, heads, latent)
+def _latent_attention(
+    heads: int, latent: int, rotary: int, dtype: torch.dtype, page_size: int = 16
+) -> Iterator[ShippedKernel]:
+    """Of decode rows, and of prompts: short chunks are cut into splits, and long ones are not."""
+
+    def launch(tokens: int, rows: int, chip: Chip, *, decode: bool) -> None:
+        queries, output = _empty(dtype, tokens, heads, latent + rotary), _empty(dtype, tokens, heads, latent)
         kv = KVPages.allocate(2, 1, page_size, latent + rotary, dtype, _META, shared=True)
-        kv_lens = torch.empty(_ROWS, dtype=torch.int32, device=_META)
-        page_table = torch.empty(_ROWS, _LONGEST // page_size, dtype=torch.int32, device=_META)
-        plan = plan_latent_decode(kv_lens, _ROWS, _LONGEST, heads, dtype, chip)
-        partials = Partials.allocate(plan, output)
-        decode_latents(queries, kv, page_table, kv_lens, AttentionOptions(0.1), plan, partials, output, chip)
+        kv_lens, starts = (torch.empty(count, dtype=torch.int32, device=_META) for count in (rows, rows + 1))
+        page_table = torch.empty(rows, _LONGEST // page_size, dtype=torch.int32, device=_META)
+        sizes = (_LONGEST, heads, latent, dtype, chip)
+        if decode:
+            plan = plan_latent_decode(kv_lens, rows, *sizes)
+        else:
+            plan = plan_latent_chunks(starts, kv_lens, 0, tokens, *sizes)
+        latent_attention(queries, kv, page_table, kv_lens, AttentionOptions(0.1), plan, output, chip)
 
     words = f"{_name(dtype)}, {heads} heads, {latent} + {rotary}, pages of {page_size}"
-    return ShippedKernel("decode_latents", words, launch)
+    yield ShippedKernel("latent_attention", words, partial(launch, _ROWS, _ROWS, decode=True))
+    yield ShippedKernel("latent_attention of chunks", words, partial(launch, _PROMPT_TOKENS, 1, decode=False))
+    if page_size == 16 and dtype == torch.bfloat16:
+        yield ShippedKernel("latent_attention of short chunks", words, partial(launch, _SHORT_CHUNK, 1, decode=False))
 
 
 def _state_rows() -> StateRows:

@@ -1,10 +1,11 @@
-"""Decode rows over latent vectors by the Triton kernel, in the interpreter against numpy in float64: shuffled pages,
-NaN in every unused slot."""
+"""Attention over latent vectors by the Triton kernel, in the interpreter against numpy in float64: shuffled pages, NaN
+in every unused slot."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import helpers.triton_interpreter
 import numpy as np
@@ -20,9 +21,10 @@ from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfi
 from torch_backend.attention.interface import AttentionOptions, LatentHeads
 from torch_backend.attention.triton import TritonAttention
 from torch_backend.batch import ForwardBatch
+from torch_backend.kernels import latent_plan
 from torch_backend.kernels.chip import Chip
-from torch_backend.kernels.decode_attention import Partials
-from torch_backend.kernels.latent_decode import decode_latents, latent_tile, plan_latent_decode
+from torch_backend.kernels.latent_attention import latent_attention
+from torch_backend.kernels.latent_plan import LatentPlan, latent_tile, plan_latent_chunks, plan_latent_decode
 from torch_backend.kv_pages import KVPages
 
 assert helpers.triton_interpreter  # imported for its side effects
@@ -98,16 +100,64 @@ def test_types(chip: Chip, dtype: torch.dtype) -> None:
     check((9, 1, 70, SPLIT + 20), dtype=dtype, chip=chip)
 
 
-def test_a_step_with_prompts() -> None:
-    """Decode rows by the kernel; short chunks absorbed, and long ones expanded."""
-    check((40, 300, 9, 30), query_lens=(1, 1, 3, 20))
-    check((40, 30), query_lens=(7, 30))
+def test_chunks_that_cross_a_split() -> None:
+    """Some queries of a block see no key of its last split."""
+    check((SPLIT + 2, 2 * SPLIT + 1, SPLIT), query_lens=(5, 2, 30))
 
 
-@settings(max_examples=15, deadline=None)
-@given(kv_lens=st.lists(st.integers(1, 700), min_size=1, max_size=6), page_size=st.sampled_from([1, 4, 32]))
-def test_any_lengths(kv_lens: list[int], page_size: int) -> None:
-    check(tuple(kv_lens), page_size=page_size)
+@pytest.mark.parametrize("chip", [HOPPER, AMPERE], ids=["sm_90", "sm_80"])
+@pytest.mark.parametrize(("heads", "count"), [(1, 70), (5, 30), (16, 9), (33, 3), (128, 2)])
+def test_blocks_of_a_chunk(chip: Chip, heads: int, count: int) -> None:
+    config = replace(LATENTS, num_heads=heads)
+    check((33, 90, SPLIT + 7), config, torch.bfloat16, chip, query_lens=(1, count, 4))
+
+
+def test_a_chunk_of_many_blocks_has_one_split_of_each() -> None:
+    step = step_of(LATENTS, (SPLIT + 70,), torch.float32, query_lens=(60,))
+    assert plan_chunk(step, 67).splits.row_bound == 1  # 4 blocks of 16 tokens with one head each
+    assert plan_chunk(step, 4).splits.row_bound > 1
+    with patch.object(latent_plan, "_ENOUGH_PROGRAMS", 2):
+        check((SPLIT + 70, 9), query_lens=(20, 3))
+
+
+def plan_chunk(step: LatentStep, heads: int) -> LatentPlan:
+    starts, lens = torch.from_numpy(step.query_starts), torch.from_numpy(step.kv_lens)
+    sizes = (step.page_table.shape[1] * step.pages.shape[1], heads, LATENTS.latent, torch.float32, HOPPER)
+    return plan_latent_chunks(starts, lens, 0, len(step.plain), *sizes)
+
+
+@st.composite
+def mixed_steps(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths, and queries of each sequence; decode rows come first."""
+    kv_lens = draw(st.lists(st.integers(1, 520), min_size=1, max_size=4))
+    decoded = draw(st.integers(0, len(kv_lens)))
+    chunks = [draw(st.integers(1, min(length, 20))) for length in kv_lens[decoded:]]
+    return tuple(kv_lens), (*[1] * decoded, *chunks)
+
+
+@settings(max_examples=10, deadline=None)
+@given(lens=mixed_steps(), page_size=st.sampled_from([1, 4, 32]))
+def test_any_step(lens: tuple[tuple[int, ...], tuple[int, ...]], page_size: int) -> None:
+    kv_lens, query_lens = lens
+    check(kv_lens, page_size=page_size, query_lens=query_lens)
+
+
+def test_a_chunk_does_not_depend_on_the_order_of_programs() -> None:
+    step = step_of(LATENTS, (40, 300, 520), torch.float32, query_lens=(1, 1, 9))
+    whole = attend(step, LATENTS)
+    with shuffled_programs(5):
+        assert torch.equal(attend(step, LATENTS), whole)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "bound"),
+    [(1, 16, 128), (64, 16, 128), (256, 16, 32), (64, 128, 8), (256, 128, 2)],
+)
+def test_results_of_splits_take_at_most_256_mib(rows: int, heads: int, bound: int) -> None:
+    lens = torch.zeros(rows, dtype=torch.int32)
+    plan = plan_latent_decode(lens, rows, 163_840, heads, 512, torch.bfloat16, HOPPER)
+    assert plan.splits.row_bound == bound
+    assert plan.partials.weighted.nbytes <= 256 * 2**20
 
 
 def kernel(step: LatentStep, rows: list[int], chip: Chip = HOPPER) -> torch.Tensor:
@@ -116,10 +166,10 @@ def kernel(step: LatentStep, rows: list[int], chip: Chip = HOPPER) -> torch.Tens
     asked = np.random.default_rng(3).standard_normal((len(step.kv_lens), 4, width)).astype(np.float32)
     queries, lens = torch.from_numpy(asked)[rows], torch.from_numpy(step.kv_lens)[rows]
     table, pages = torch.from_numpy(step.page_table)[rows], torch.from_numpy(step.pages[:, None]).float()
-    plan = plan_latent_decode(lens, len(rows), table.shape[1] * pages.shape[2], 4, pages.dtype, chip)
+    longest = table.shape[1] * pages.shape[2]
+    plan = plan_latent_decode(lens, len(rows), longest, 4, LATENTS.latent, pages.dtype, chip)
     output = torch.full((len(rows), 4, LATENTS.latent), torch.nan)
-    partials = Partials.allocate(plan, output)
-    decode_latents(queries, KVPages(pages, pages), table, lens, AttentionOptions(0.3), plan, partials, output, chip)
+    latent_attention(queries, KVPages(pages, pages), table, lens, AttentionOptions(0.3), plan, output, chip)
     return output
 
 
@@ -139,6 +189,11 @@ def test_rows_of_padding_are_zero() -> None:
     found = attend(replace(step, kv_lens=np.array([40, 0, 9], np.int32)), LATENTS)
     assert not found[1].any()
     assert torch.equal(found[[0, 2]], attend(step, LATENTS)[[0, 2]])
+    step = step_of(LATENTS, (40, 30, 9), torch.float32, query_lens=(3, 20, 2))
+    found = attend(replace(step, kv_lens=np.array([40, 0, 9], np.int32)), LATENTS)
+    assert not found[3:23].any()
+    others = [0, 1, 2, 23, 24]
+    assert torch.equal(found[others], attend(step, LATENTS)[others])
 
 
 @pytest.mark.parametrize(
@@ -162,11 +217,11 @@ def test_what_the_kernel_does_not_support_is_refused() -> None:
     queries, output = torch.zeros(1, 4, 40), torch.zeros(1, 4, 32)
     pages = torch.zeros(2, 1, 16, 40)
     lens = torch.ones(1, dtype=torch.int32)
-    plan = plan_latent_decode(lens, 1, 16, 4, torch.float32, HOPPER)
+    plan = plan_latent_decode(lens, 1, 16, 4, 32, torch.float32, HOPPER)
     table = torch.ones(1, 1, dtype=torch.int32)
 
     def run(options: AttentionOptions, pages: torch.Tensor = pages) -> None:
-        decode_latents(queries, KVPages(pages, pages), table, lens, options, plan, None, output, HOPPER)
+        latent_attention(queries, KVPages(pages, pages), table, lens, options, plan, output, HOPPER)
 
     with pytest.raises(ValueError, match="no window, no soft cap and no sinks"):
         run(AttentionOptions(1.0, window=4))

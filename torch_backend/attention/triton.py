@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from torch_backend.attention.interface import AttentionOptions, LatentHeads
 from torch_backend.attention.latent import attend_absorbed
-from torch_backend.attention.native import NativeStep
 from torch_backend.batch import ForwardBatch
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import DecodePlan, Partials, decode_attention, plan_decode
 from torch_backend.kernels.extend_attention import Sums, extend_attention, form_of
 from torch_backend.kernels.extend_plan import ExtendForm, ExtendPlan, plan_extend
-from torch_backend.kernels.latent_decode import decode_latents, plan_latent_decode
+from torch_backend.kernels.latent_attention import latent_attention
+from torch_backend.kernels.latent_plan import LatentPlan, plan_latent_chunks, plan_latent_decode
 from torch_backend.kv_pages import KVPages
 
 
@@ -39,12 +37,14 @@ class TritonStep:
         self._extend_plans: dict[ExtendForm, ExtendPlan] = {}
         self._partials: Partials | None = None
         self._sums: Sums | None = None
-        self._latent_plans: dict[int, DecodePlan] = {}
-        self._prompts: NativeStep | None = None
+        self._latent_plans: dict[int, list[LatentPlan]] = {}
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        if options.latents is not None:
-            return self._over_latents(queries, kv, options, options.latents)
+        latents = options.latents
+        if latents is not None:
+            return attend_absorbed(
+                queries, latents, lambda each: self._over_latents(each, kv, options, latents)
+            ).contiguous()
         output = torch.empty_like(queries)
         if self._batch.num_decode:
             self._decode(queries, kv, options, output)
@@ -55,35 +55,25 @@ class TritonStep:
     def _over_latents(
         self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, latents: LatentHeads
     ) -> torch.Tensor:
-        """Decode rows by a kernel, and chunks of prompts by torch operations, which read their lengths on the host."""
-        count = self._batch.num_decode
-        decoded = attend_absorbed(queries[:count], latents, partial(self._decode_latents, kv=kv, options=options))
-        if self._batch.decode_only:
-            return decoded.contiguous()
-        if self._prompts is None:
-            self._prompts = NativeStep(self._batch, first=count)
-        output = queries.new_zeros(*queries.shape[:2], latents.value_up.shape[1])
-        output[:count] = decoded
-        self._prompts.attend_into(output, queries, kv, options)
+        """Absorbed queries `[T, heads, latent + rotary]` → `[T, heads, latent]`."""
+        batch, heads, latent = self._batch, queries.shape[1], latents.value_up.shape[2]
+        if heads not in self._latent_plans:
+            self._latent_plans[heads] = self._plan_latents(len(queries), heads, latent, kv)
+        output = queries.new_empty(len(queries), heads, latent)
+        for plan in self._latent_plans[heads]:
+            latent_attention(queries, kv, batch.page_table, batch.kv_lens, options, plan, output, self._chip)
         return output
 
-    def _decode_latents(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """Absorbed queries `[R, heads, latent + rotary]` of the decode rows → `[R, heads, latent]`."""
-        assert options.latents is not None
-        batch, heads = self._batch, queries.shape[1]
-        output = queries.new_empty(len(queries), heads, options.latents.value_up.shape[2])
-        if not len(queries):
-            return output
-        if heads not in self._latent_plans:
-            longest = batch.page_table.shape[1] * kv.page_size
-            self._latent_plans[heads] = plan_latent_decode(
-                batch.kv_lens, batch.num_decode, longest, heads, kv.keys.dtype, self._chip
-            )
-        plan = self._latent_plans[heads]
-        if self._partials is None or not self._partials.fits(plan, output):
-            self._partials = Partials.allocate(plan, output)
-        decode_latents(queries, kv, batch.page_table, batch.kv_lens, options, plan, self._partials, output, self._chip)
-        return output
+    def _plan_latents(self, num_tokens: int, heads: int, latent: int, kv: KVPages) -> list[LatentPlan]:
+        """Plans of the decode rows and of the chunks."""
+        batch, longest = self._batch, self._batch.page_table.shape[1] * kv.page_size
+        sizes = (longest, heads, latent, kv.keys.dtype, self._chip)
+        plans = []
+        if batch.num_decode:
+            plans.append(plan_latent_decode(batch.kv_lens, batch.num_decode, *sizes))
+        if not batch.decode_only:
+            plans.append(plan_latent_chunks(batch.query_starts, batch.kv_lens, batch.num_decode, num_tokens, *sizes))
+        return plans
 
     def _decode(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, output: torch.Tensor) -> None:
         batch = self._batch

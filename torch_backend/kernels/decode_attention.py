@@ -119,9 +119,17 @@ class DecodePlan:
     row_bound: int
 
 
-def plan_decode(kv_lens: torch.Tensor, num_decode: int, longest: int, kv_heads: int, window: int | None) -> DecodePlan:
-    """Cuts the keys of the first `num_decode` rows into splits. `kv_lens` int32 `[R]`; `longest`: maximum length."""
-    row_bound = splits_bound(kv_heads)
+def plan_decode(
+    kv_lens: torch.Tensor,
+    num_decode: int,
+    longest: int,
+    kv_heads: int,
+    window: int | None,
+    row_bound: int | None = None,
+) -> DecodePlan:
+    """Cuts the keys of the first `num_decode` rows into splits. `kv_lens` int32 `[R]`; `longest`: maximum length;
+    `row_bound`: maximum splits of a row, a power of two, None for `splits_bound`."""
+    row_bound = row_bound or splits_bound(kv_heads)
     splits = min(row_bound, triton.cdiv(min(longest, (window or longest) + _ALIGNMENT.value), _SPLIT.value))
     items = WorkItems.allocate(num_decode, num_decode * splits, kv_lens.device)
     finished = torch.empty(num_decode, kv_heads, dtype=torch.int32, device=kv_lens.device)

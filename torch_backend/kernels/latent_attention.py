@@ -1,15 +1,14 @@
-"""Attention of decode rows over latent vectors (MLA, absorbed form): one query of each head, over one cached vector of
-a token for all heads, whose first numbers are the values too.
+"""Attention over latent vectors (MLA, absorbed form): all heads of a token attend to one cached vector of each token
+before it, whose first numbers are the values too.
 
-A row's keys are cut into splits, as in `decode_attention`, whose plan, partial results and merge this uses. One program
-attends with a block of heads, and reads each cached vector once for keys and values. A key is two parts, the latent
-vector and the rotated key behind it, with a product each, so that neither is padded to the size of both. Heads beyond
-one block are further programs, which find the vectors in the chip's cache.
+One program attends with a block of queries, heads of a decode row or of a few tokens of a chunk, and reads each cached
+vector once for keys and values. Keys are cut into splits, as in `decode_attention`, whose plan, partial results and
+merge this uses; with many blocks, each has one split. A key is two parts, the latent vector and the rotated key behind
+it, with a product each, so that neither is padded to the size of both. Heads beyond one block are further programs,
+which find the vectors in the chip's cache.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,17 +17,9 @@ import triton.language as tl
 from torch_backend.attention.interface import AttentionOptions
 from torch_backend.kernels.attention_tiles import LOG2_E, TRITON_TYPES, check_options, load_pages
 from torch_backend.kernels.chip import Chip
-from torch_backend.kernels.decode_attention import (
-    DecodePlan,
-    DecodeTile,
-    Partials,
-    merge_splits,
-    plan_decode,
-    shared_memory_of,
-    split_keys,
-    zero_padding,
-)
+from torch_backend.kernels.decode_attention import merge_splits, split_keys
 from torch_backend.kernels.dependent_launch import after_previous
+from torch_backend.kernels.latent_plan import LatentPlan
 from torch_backend.kv_pages import KVPages
 
 _HEADS_MERGED = 4
@@ -36,66 +27,25 @@ _HEADS_MERGED = 4
 
 _SMALLEST_DOT = 16
 
-_SHARED_OF_64_KEYS = 160 * 1024
-"""Bytes of shared memory of multiprocessors that have room for 64 keys at a time, of 32 heads."""
 
-
-@dataclass(frozen=True, slots=True)
-class LatentTile:
-    """How programs process a row: `blocks` of heads, each in separate programs, and the tile of one."""
-
-    blocks: int
-    tile: DecodeTile
-
-
-def latent_tile(heads: int, pages: torch.dtype, chip: Chip) -> LatentTile:
-    """The tile for `heads` heads over pages of a dtype. Blocks are of equal size, and as few as there can be.
-
-    The sums of values take 512 registers a head, of all threads. Only Hopper's matrix unit has room for 64 heads: with
-    the Blackwells' larger form of it, the compiler spills registers, and on others it takes as many instructions as 32
-    heads twice. With 64 heads, 32 keys at a time and two tiles in flight fill the shared memory; with fewer, 64 keys
-    take a quarter fewer instructions each than 32.
-    """
-    if pages == torch.float32:
-        return LatentTile(_blocks(heads, 16), DecodeTile(keys=16, warps=8, stages=2, programs=1))
-    if chip.capability == 90 and heads > 32:
-        return LatentTile(_blocks(heads, 64), DecodeTile(keys=32, warps=8, stages=3, programs=1))
-    blocks = _blocks(heads, 32)
-    few = shared_memory_of(chip) < _SHARED_OF_64_KEYS
-    return LatentTile(blocks, DecodeTile(32 if few else 64, warps=8, stages=2, programs=2 if heads <= 16 else 1))
-
-
-def _blocks(heads: int, most: int) -> int:
-    return next(blocks for blocks in range(-(-heads // most), heads + 1) if heads % blocks == 0)
-
-
-def plan_latent_decode(
-    kv_lens: torch.Tensor, num_decode: int, longest: int, heads: int, pages: torch.dtype, chip: Chip
-) -> DecodePlan:
-    """See `plan_decode`: blocks of heads take the place of kv heads."""
-    return plan_decode(kv_lens, num_decode, longest, latent_tile(heads, pages, chip).blocks, None)
-
-
-def decode_latents(
+def latent_attention(
     queries: torch.Tensor,
     kv: KVPages,
     page_table: torch.Tensor,
     kv_lens: torch.Tensor,
     options: AttentionOptions,
-    plan: DecodePlan,
-    partials: Partials,
+    plan: LatentPlan,
     output: torch.Tensor,
     chip: Chip,
 ) -> None:
-    """Computes attention of the rows of `plan`. Raises `ValueError` for options or shapes that the kernel does not
-    support.
+    """Computes attention of the tokens of `plan`, and writes no others; 0 for tokens of sequences without keys. Raises
+    `ValueError` for options or shapes that the kernel does not support.
 
-    `queries` `[R, heads, latent + rotary]`, contiguous; `kv`: pages of `latent + rotary` numbers of a token;
-    `page_table` int32 `[R, P]`; `kv_lens` int32 `[R]`; `output` `[R, heads, latent]`, contiguous: 0 for a row without
-    keys.
+    `queries` `[T, heads, latent + rotary]`, contiguous; `kv`: pages of `latent + rotary` numbers of a token;
+    `page_table` int32 `[R, P]`; `kv_lens` int32 `[R]`; `output` `[T, heads, latent]`, contiguous.
     """
     check_options(queries, kv.keys, options)
-    rows, heads, latent = output.shape
+    _, heads, latent = output.shape
     rotary = queries.shape[2] - latent
     if options.window is not None or options.soft_cap is not None or options.sinks is not None:
         raise ValueError("attention over latent vectors has no window, no soft cap and no sinks")
@@ -103,37 +53,37 @@ def decode_latents(
         raise ValueError(
             f"queries of {queries.shape[2]} numbers and outputs of {latent} do not fit pages {tuple(kv.keys.shape)}"
         )
-    form = latent_tile(heads, kv.keys.dtype, chip)
-    blocks, tile = form.blocks, form.tile
+    blocks, tile, splits = plan.form.blocks, plan.form.tile, plan.splits
     group = heads // blocks
-    width = max(triton.next_power_of_2(group), _SMALLEST_DOT)
     merged = next(size for size in range(min(_HEADS_MERGED, group), 0, -1) if group % size == 0)
-    programs = min(plan.items.owners.shape[0] * blocks, chip.processors * tile.programs)
-    decode_latent_splits[(programs,)](
+    programs = min(splits.items.owners.shape[0] * blocks, chip.processors * tile.programs)
+    latent_splits[(programs,)](
         queries,
         kv.keys,
         page_table,
         kv_lens,
-        plan.items.starts,
-        plan.items.owners,
-        plan.finished,
-        partials.weighted,
-        partials.sums,
+        plan.places,
+        splits.items.starts,
+        splits.items.owners,
+        splits.finished,
+        plan.partials.weighted,
+        plan.partials.sums,
         output,
-        rows,
+        splits.items.starts.shape[0] - 1,
         page_table.stride(0),
-        partials.sums.stride(0),
+        plan.partials.sums.stride(0),
         options.scale,
         BLOCKS=blocks,
         GROUP=group,
-        GROUP_WIDTH=width,
+        TOKENS=plan.tokens,
+        WIDTH=max(triton.next_power_of_2(plan.tokens * group), _SMALLEST_DOT),
         LATENT=latent,
         LATENT_WIDTH=max(triton.next_power_of_2(latent), _SMALLEST_DOT),
         ROTARY=rotary,
         ROTARY_WIDTH=max(triton.next_power_of_2(rotary), _SMALLEST_DOT),
         PAGE_SIZE=kv.page_size,
         KEYS=tile.keys,
-        ROW_BOUND=plan.row_bound,
+        ROW_BOUND=splits.row_bound,
         MERGED=merged,
         MERGED_WIDTH=triton.next_power_of_2(merged),
         COMPUTE=TRITON_TYPES[queries.dtype],
@@ -145,26 +95,29 @@ def decode_latents(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "table_stride", "sums_stride"], do_not_specialize_on_alignment=["page_table", "kv_lens"]
+    do_not_specialize=["blocks", "table_stride", "sums_stride"],
+    do_not_specialize_on_alignment=["page_table", "kv_lens", "places"],
 )
-def decode_latent_splits(
+def latent_splits(
     queries,
     latents,
     page_table,
     kv_lens,
+    places,
     starts,
     owners,
     finished,
     partial_weighted,
     partial_sums,
     output,
-    rows,
+    blocks,
     table_stride,
     sums_stride,
     scale,
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
     LATENT: tl.constexpr,
     LATENT_WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -177,29 +130,35 @@ def decode_latent_splits(
     COMPUTE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Attends with the `GROUP` queries of one block of heads over one split after the other. Blocks change fastest over
-    programs: concurrent programs read the same vectors."""
+    """Attends with blocks of `TOKENS` tokens and `GROUP` heads, over one split after the other: row r of a product is
+    head `r % GROUP` of token `r // GROUP`. Blocks of heads change fastest over programs: concurrent programs read the
+    same vectors. The last blocks of a chunk see the most keys, and come first."""
     HEADS: tl.constexpr = BLOCKS * GROUP
-    lanes = tl.arange(0, GROUP_WIDTH)
+    lanes = tl.arange(0, WIDTH)
     dims = tl.arange(0, LATENT_WIDTH)
     turned = tl.arange(0, ROTARY_WIDTH)
-    real = (lanes < GROUP)[:, None]
-    wanted = real & (dims < LATENT)[None, :]
     after_previous(DEPENDENT)
+    items = tl.load(starts + blocks) * BLOCKS
     # LICM is off: loop invariants would be held through a split's tiles, and spill.
-    for item in tl.range(tl.program_id(0), tl.load(starts + rows) * BLOCKS, tl.num_programs(0), disable_licm=True):
+    for index in tl.range(tl.program_id(0), items, tl.num_programs(0), disable_licm=True):
+        item = items - 1 - index
         place = item // BLOCKS
-        block = item % BLOCKS
-        row = tl.load(owners + place)
-        split = place - tl.load(starts + row)
-        kv_len = tl.load(kv_lens + row)
+        of_heads = item % BLOCKS
+        block = tl.load(owners + place)
+        split = place - tl.load(starts + block)
+        row, first_query, kv_len, held = place_in_step(block, blocks, places, kv_lens)
         first, length, count = split_keys(kv_len, None, ROW_BOUND)
         first += split * length
-        heads = block * GROUP + lanes
-        asked = queries + ((row * HEADS + heads) * (LATENT + ROTARY))[:, None]
+        tokens = lanes // GROUP
+        inside = tokens * HEADS + lanes % GROUP
+        here = tokens < held
+        wanted = here[:, None] & (dims < LATENT)[None, :]
+        asked = queries + (first_query.to(tl.int64) * HEADS + of_heads * GROUP) * (LATENT + ROTARY)
+        asked += (inside * (LATENT + ROTARY))[:, None]
         largest, total, weighted = attend_latents(
             tl.load(asked + dims[None, :], mask=wanted, other=0.0),
-            tl.load(asked + LATENT + turned[None, :], mask=real & (turned < ROTARY)[None, :], other=0.0),
+            tl.load(asked + LATENT + turned[None, :], mask=here[:, None] & (turned < ROTARY)[None, :], other=0.0),
+            None if TOKENS == 1 else kv_len - held + tokens,
             first,
             tl.minimum(first + length, kv_len),
             page_table + row.to(tl.int64) * table_stride,
@@ -215,45 +174,64 @@ def decode_latent_splits(
         )
         if count == 1:
             result = weighted / total[:, None]
-            at = output + ((row * HEADS + heads) * LATENT)[:, None] + dims[None, :]
-            tl.store(at, result.to(output.dtype.element_ty), mask=wanted)
+            at = output + (first_query.to(tl.int64) * HEADS + of_heads * GROUP) * LATENT
+            tl.store(at + (inside * LATENT)[:, None] + dims[None, :], result.to(output.dtype.element_ty), mask=wanted)
         else:
-            entries = place.to(tl.int64) * HEADS + heads
+            entries = place.to(tl.int64) * (TOKENS * HEADS) + of_heads * GROUP + inside
             tl.store(partial_weighted + entries[:, None] * LATENT + dims[None, :], weighted, mask=wanted)
-            tl.store(partial_sums + entries, largest, mask=lanes < GROUP)
-            tl.store(partial_sums + sums_stride + entries, total, mask=lanes < GROUP)
+            tl.store(partial_sums + entries, largest, mask=here)
+            tl.store(partial_sums + sums_stride + entries, total, mask=here)
             # One thread counts for the program, after all of its threads have stored; the last program sees the others'
             # stores.
             tl.debug_barrier()
-            done = finished + row * BLOCKS + block
+            done = finished + block * BLOCKS + of_heads
             if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
                 tl.store(done, 0)  # for the next layer
-                for part in tl.range(0, GROUP // MERGED):
+                PARTS: tl.constexpr = GROUP // MERGED
+                for part in tl.range(0, held * PARTS):
                     merge_splits(
                         partial_weighted,
                         partial_sums,
                         place - split,
                         count,
-                        row,
-                        block * (GROUP // MERGED) + part,
+                        block * 0,
+                        part // PARTS * (HEADS // MERGED) + of_heads * PARTS + part % PARTS,
                         None,
                         None,
-                        output,
+                        output + first_query.to(tl.int64) * (HEADS * LATENT),
                         sums_stride,
-                        KV_HEADS=HEADS // MERGED,
+                        KV_HEADS=TOKENS * HEADS // MERGED,
                         GROUP=MERGED,
                         HEAD_DIM=LATENT,
                         WIDTH=LATENT_WIDTH,
                         ROW_BOUND=ROW_BOUND,
                         HEADS_MERGED=MERGED_WIDTH,
                     )
-    zero_padding(starts, output, rows, HEADS=HEADS, HEAD_DIM=LATENT, WIDTH=LATENT_WIDTH)
+    # Blocks without keys, starting with the last programs, which have the fewest splits.
+    for block in tl.range(tl.num_programs(0) - 1 - tl.program_id(0), blocks, tl.num_programs(0)):
+        if tl.load(starts + block + 1) == tl.load(starts + block):
+            _, first_query, _, held = place_in_step(block, blocks, places, kv_lens)
+            begin = output + first_query.to(tl.int64) * (HEADS * LATENT)
+            for some in range(0, held * (HEADS * LATENT), LATENT_WIDTH):
+                nothing = tl.zeros([LATENT_WIDTH], output.dtype.element_ty)
+                tl.store(begin + some + dims, nothing, mask=some + dims < held * (HEADS * LATENT))
+
+
+@triton.jit
+def place_in_step(block, blocks, places, kv_lens):
+    """A block's entries of `LatentPlan.places`; without these, it is a decode row."""
+    if places is None:
+        return block, block, tl.load(kv_lens + block), 1
+    else:
+        at = places + block
+        return tl.load(at), tl.load(at + blocks), tl.load(at + 2 * blocks), tl.load(at + 3 * blocks)
 
 
 @triton.jit
 def attend_latents(
     queries,
     rotated,
+    positions,
     first,
     last,
     pages,
@@ -267,11 +245,12 @@ def attend_latents(
     KEYS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """A softmax over the vectors `first : last` of one sequence, all of which the queries see: `largest`, `total` and
-    `weighted`, as of `attention_tiles.attend`.
+    """A softmax over the vectors `first : last` of one sequence: `largest`, `total` and `weighted`, as of
+    `attention_tiles.attend`.
 
     `queries` `[M, LATENT_WIDTH]` and `rotated` `[M, ROTARY_WIDTH]` of dtype `COMPUTE`, 0 from `LATENT` and `ROTARY` on;
-    `first`: a multiple of `KEYS`; `pages`: the sequence's row of the page table; `score_scale`: in units of log2(e).
+    `positions` `[M]`: the last vector that each sees, None for all; `first`: a multiple of `KEYS`; `pages`: the
+    sequence's row of the page table; `score_scale`: in units of log2(e).
     """
     lanes = tl.arange(0, KEYS)
     dims = tl.arange(0, LATENT_WIDTH)
@@ -292,10 +271,17 @@ def attend_latents(
         behind = tl.load(at + LATENT + turned[None, :], mask=held & (turned < ROTARY)[None, :], other=0.0).to(COMPUTE)
         scores = tl.dot(queries, tl.trans(tile), input_precision="ieee")
         scores = tl.dot(rotated, tl.trans(behind), scores, input_precision="ieee")
-        scores = tl.where((places < last)[None, :], scores, float("-inf"))
+        seen = (places < last)[None, :]
+        if positions is not None:
+            seen = seen & (places[None, :] <= positions[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1) * score_scale)
-        weights = tl.exp2(scores * score_scale - new_largest[:, None])
-        shrink = tl.exp2(largest - new_largest)
+        base = new_largest
+        if positions is not None:
+            # A query may see no key of a split: infinities must not be subtracted from each other.
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores * score_scale - base[:, None])
+        shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
         weighted = tl.dot(weights.to(COMPUTE), tile, weighted * shrink[:, None], input_precision="ieee")
         largest = new_largest
