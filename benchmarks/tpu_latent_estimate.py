@@ -1,12 +1,14 @@
 """The TPU compiler's figures for attention over latent vectors: bundles, spills, and shares of the memory's speed.
 
     python benchmarks/tpu_latent_estimate.py [--chips v5e v6e tpu7x] [--heads 16 128] [--storage bfloat16]
-        [--latent 512] [--rotary 64] [--page-size 64] [--json FILE]
+        [--latent 512] [--rotary 64] [--page-size 64] [--rival FOLDER] [--json FILE]
 
 Needs libtpu and no TPU, as `tpu_kernel_estimate`. Decode rows: `loop` bundles of a block of keys, of which memory takes
 `bytes` cycles; `of_memory`: the share of the memory's speed that 64 rows of 4,096 and of 1,536 tokens reach, with
 copies that take 0.6 us to start. Prompts, on v6e only: microseconds of a prompt of
-2,048 tokens, and of its multiply-adds at the chip's peak. Blocks are those that a server would choose.
+2,048 tokens, and of its multiply-adds at the chip's peak. Blocks are those that a server would choose. `--rival`: the
+folder of the package tpu-inference (`pip install --no-deps --target FOLDER tpu-inference`), whose kernel for decode
+rows over latent vectors is compiled with blocks of as many keys: `rival_loop` without its branches, `rival_spills`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ from tpu_kernels.schedule import DUMP_FLAGS
 from tpu import worker
 from tpu.figures import Refusal
 from tpu.topologies import CHIPS, Generation, Topology
+
+_SMALLEST_REGION = 64
+"""Bundles of a part of the rival's loop that is taken for its products; branches around copies have fewer."""
 
 
 def main() -> None:
@@ -34,10 +40,11 @@ def main() -> None:
     parser.add_argument("--latent", type=int, default=512)
     parser.add_argument("--rotary", type=int, default=64)
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--rival", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    sizes = args.latent, args.rotary, args.page_size, args.storage
+    sizes = args.latent, args.rotary, args.page_size, args.storage, args.rival
     for chip in args.chips:
         for row in worker.run_in_child(estimate, Generation(chip), tuple(args.heads), *sizes):
             if isinstance(row, Refusal):
@@ -56,6 +63,7 @@ def estimate(
     rotary: int,
     page_size: int,
     storage: str,
+    rival_folder: Path | None,
 ) -> None:
     """The work of the child; see `tpu.worker.run_in_child`."""
     import os
@@ -63,14 +71,17 @@ def estimate(
     dumps = worker.prepare_compiler(folder)
     os.environ["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(folder=dumps)
     import jax
+    import jax.numpy as jnp
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    from tpu_kernels.kernel_costs import Step
+    from tpu_kernels.compiles import load_latent_rival
+    from tpu_kernels.kernel_costs import Step, loops_with_products
+    from tpu_kernels.schedule import read_schedule
     from tpu_kernels.tuning import KernelCall
 
     from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import decode_blocks, prefill_blocks
-    from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, Shape
+    from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape
     from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source
 
     chip = CHIPS[generation]
@@ -88,6 +99,28 @@ def estimate(
             jax.jit(call.run).lower(*call.arguments(array, array, array)).compile()
         return call
 
+    def rival_row(rival: Any, count: int, keys: int) -> dict[str, Any]:
+        """One row at a time, as its kernel for any number of rows; batches of rows only pay for short ones."""
+        rows, numbers = 64, jnp.dtype(storage)
+        queries = [array((count, rows, latent), numbers), array((rows, count, rotary), numbers)]
+        fresh = [array((rows, latent), numbers), array((rows, rotary), numbers)]
+        lanes = -(-latent // 128) * 128 + -(-rotary // 128) * 128
+        pages = array(rival.get_kv_cache_shape(1024, page_size, lanes, numbers), numbers)
+        places = [array((size,), jnp.int32) for size in (rows, rows * 4096 // page_size, rows + 1, 3)]
+        attend = partial(
+            rival.mla_ragged_paged_attention,
+            num_kv_pages_per_block=(keys // page_size, 2, 2),
+            num_queries_per_block=(1, 4, 4),
+            vmem_limit_bytes=VMEM_LIMITS[Chip(generation.value)],
+        )
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            jax.jit(attend, donate_argnums=4).lower(*queries, *fresh, pages, *places).compile()
+        (inner,) = loops_with_products(read_schedule(dumps, "MLA-d-"))
+        # Branches copy pages, and write the step's own vectors: those with products are the work of each block.
+        own = sum(len(region) for region in inner.regions() if len(region) >= _SMALLEST_REGION)
+        return {"rival_loop": own, "rival_spills": inner.vector_spills}
+
+    rival = None if rival_folder is None else load_latent_rival(rival_folder)
     for count in heads:
         lanes = -(-(latent + rotary) // 128) * 128
         shape = Shape(Chip(generation.value), count, 1, 1, lanes, page_size, storage)
@@ -101,6 +134,8 @@ def estimate(
             share = cost.keys_read * transfer / call.cycles(cost, chip)
             row |= {"loop": round(cost.loop), "spills": cost.spills, f"of_memory_{length}": round(share, 2)}
         row["bytes"] = round(few.pages * page_size * transfer)
+        if rival is not None:
+            row |= rival_row(rival, count, few.pages * page_size)
         if generation is not Generation.V6E:
             send(row)
             continue

@@ -97,7 +97,7 @@ def _more_devices(setup: Setup) -> list[str]:
             for parts in parts_of_experts(setup.model, size):
                 if (size, parts) <= (tp, setup.over.experts):
                     continue
-                weights = setup.weights(Parallelism(size, parts))
+                weights = setup.weights(Parallelism(size, parts, setup.over.whole_heads))
                 if weights < usable * _SHARE_OF_WEIGHTS and weights + setup.tokens * setup.kv_token(size) < usable:
                     experts = "" if parts == 1 else f" --ep-size {parts}"
                     where = "" if slice_ is topology else f" --topology {slice_}"

@@ -269,8 +269,8 @@ def _report_cache(options: EngineConfig, found: _Found) -> bool:
         click.echo(f"No compiled program was written to {folder}", err=True)
         return False
     click.echo(f"{kept.entries} compiled programs are in {folder}, {kept.written} of them new", err=True)
-    tokens = found.deployment.kv_tokens
-    pages = "" if tokens is None else f" --max-total-tokens {tokens}"
+    tokens, ranks = found.deployment.kv_tokens, found.deployment.ranks
+    pages = "" if tokens is None else f" --max-total-tokens {tokens // ranks}"
     flags = f"--compilation-cache-dir {folder} --page-size {options.page_size}{pages}"
     click.echo(f"Start the server with {flags} and the options given here", err=True)
     return True

@@ -205,6 +205,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
         attention=attention.value,
         programs=tuple(_selected(names, buckets, request.selection)),
         all_programs=len(names),
+        ranks=options.dp_ranks,
     )
     paths = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model)))
     return deployment, builders, buckets, {f"weights[{number}]": path for number, path in enumerate(paths)}

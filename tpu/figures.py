@@ -24,6 +24,7 @@ class Deployment:
     - `hbm`: bytes that programs may use; `weights`; `page`: one KV page over all layers.
     - `slot`: the recurrent states of one row, over all layers that have them; 0 if none do.
     - `num_pages`: of the first cache group, including the pad page; slots if all layers have recurrent states.
+    - `ranks`: of data-parallel attention, each with its own pages.
     - `kv`: bytes of the pools of all groups; `pools`: their contents, in words.
     - `programs`: those to compile, of `all_programs` that the runner would have.
     """
@@ -48,11 +49,12 @@ class Deployment:
     attention: str
     programs: tuple[str, ...]
     all_programs: int
+    ranks: int = 1
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that the pages hold; None if no layer has pages."""
-        return (self.num_pages - 1) * self.page_size if self.page else None
+        """Tokens that the pages of all ranks hold; None if no layer has pages."""
+        return (self.num_pages - 1) * self.page_size * self.ranks if self.page else None
 
 
 @dataclass(frozen=True, slots=True)

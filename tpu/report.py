@@ -101,7 +101,7 @@ class Report:
             return None
         if program.tokens == program.rows:
             return Work.decode(program.rows, self.context)
-        return Work.prefill(program.tokens)
+        return Work.prefill(program.tokens, self.deployment.ranks)
 
     def bounds(self, program: ProgramFigures, work: Work, *, states: bool = True) -> Roofline:
         """The minimum time of a step. `states`: include the traffic of recurrent states."""
@@ -114,6 +114,7 @@ class Report:
             work,
             self._device(),
             tp=self.tp,
+            ranks=deployment.ranks,
             weight_bytes=deployment.weights,
             kv_bytes_per_token=deployment.page // deployment.page_size,
             state_bytes_per_row=deployment.slot if states else 0,
@@ -215,7 +216,7 @@ def _cache(deployment: Deployment) -> str:
         return f"recurrent states {kv}: {deployment.num_pages - 1:,} of {in_bytes(deployment.slot)}"
     states = " and recurrent states" if deployment.slot else ""
     pools = f" ({deployment.pools})" if deployment.slot or "window" in deployment.pools else ""
-    pages = f"{deployment.num_pages - 1:,} pages of {deployment.page_size}, {tokens:,} tokens"
+    pages = f"{deployment.num_pages - 1:,} pages of {deployment.page_size}, {tokens // deployment.ranks:,} tokens"
     return f"KV pages{states} {kv}: {pages}{pools}"
 
 
@@ -291,10 +292,15 @@ def _rooflines(report: Report) -> list[str]:
         f"Minimum time of a step, from the model's shapes and the peaks of a {chip.generation} chip "
         f"({in_units(chip.bf16_flops, 'FLOP/s')}, HBM {in_units(chip.hbm_bandwidth, 'B/s')}, "
         f"{_links(report)})",
-        f"Decode rows hold {report.context:,} tokens each; a mixed step is one prompt's first tokens. (XLA): the "
-        "compiler's count, each loop counted once",
+        f"Decode rows hold {report.context:,} tokens each; a mixed step is {_prompts(report)}. (XLA): the compiler's "
+        "count, each loop counted once",
         *table(header, rows),
     ]
+
+
+def _prompts(report: Report) -> str:
+    ranks = report.deployment.ranks
+    return "one prompt's first tokens" if ranks == 1 else f"the first tokens of a prompt on each of {ranks} devices"
 
 
 def _links(report: Report) -> str:

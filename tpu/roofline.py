@@ -42,9 +42,10 @@ class Work:
         return cls(rows, rows, rows * context, rows * context)
 
     @classmethod
-    def prefill(cls, tokens: int) -> Work:
-        """The first tokens of one prompt."""
-        return cls(tokens, 1, tokens * (tokens + 1) // 2, tokens)
+    def prefill(cls, tokens: int, prompts: int = 1) -> Work:
+        """The first tokens of one prompt, or an equal part of them of each of several."""
+        each = tokens // prompts
+        return cls(tokens, prompts, prompts * (each * (each + 1) // 2), tokens)
 
     def within(self, window: int | None) -> Work:
         """The same step for layers with a window (None for full attention), with equal rows."""
@@ -93,15 +94,20 @@ def roofline(
     tp: int,
     weight_bytes: int,
     kv_bytes_per_token: int,
+    ranks: int = 1,
     state_bytes_per_row: int = 0,
     exchanged: float | None = None,
     width: int = 2,
 ) -> Roofline:
     """Computes the bounds of a step. `weight_bytes`, `kv_bytes_per_token`, `state_bytes_per_row`: of one device, over
-    all layers; recurrent states are read and written once per row. `exchanged`: bytes that one device sends, as
+    all layers; recurrent states are read and written once per row. `ranks`: of data-parallel attention, as many as
+    devices, each of which reads and writes the keys of its own rows. `exchanged`: bytes that one device sends, as
     compiled, if known. `width`: bytes of a number in the tables of embeddings and head, which are not quantised."""
     flops = step_flops(config, work) / tp
-    hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token, width) + 2 * state_bytes_per_row * work.rows
+    hbm = (
+        _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token / ranks, width)
+        + 2 * state_bytes_per_row * work.rows
+    )
     exchanged = _exchanged_bytes(config, work, tp) if exchanged is None else exchanged
     return Roofline(
         flops=flops,
@@ -143,7 +149,7 @@ def _table_weights(config: ModelConfig) -> int:
 
 
 def _hbm_bytes(
-    config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_bytes_per_token: int, width: int
+    config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_bytes_per_token: float, width: int
 ) -> float:
     """Bytes read and written: weights once, but only the looked-up rows of embeddings and the experts expected to be
     chosen; keys and values; logits written and read once."""

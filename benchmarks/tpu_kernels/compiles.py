@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
 import types
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention as shipped_attention
@@ -311,15 +313,41 @@ class Rival:
 
 
 def load_rival(folder: Path, generation: int) -> Any:
-    """The module of the rival's kernel, without its packages, which import serving code. Its query for the machine's
-    chip is answered with the one compiled for."""
+    """The module of the rival's kernel. Its query for the machine's chip is answered with the one compiled for."""
+    _without_serving_code(folder)
+    module = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
+    module.get_tpu_version = lambda: generation
+    return module
+
+
+def load_latent_rival(folder: Path) -> Any:
+    """The module of the rival's kernel for latent vectors. It transposes queries and outputs by a kernel that is only
+    compiled for other shapes, and falls back to XLA."""
+    _without_serving_code(folder)
+    settings = types.ModuleType("tpu_inference.envs")
+    settings.__getattr__ = lambda name: False
+    messages = types.ModuleType("tpu_inference.logger")
+    messages.init_logger = logging.getLogger
+    for module in (settings, messages):
+        sys.modules[module.__name__] = module
+    sys.modules["tpu_inference"].envs = settings
+    if not hasattr(pltpu, "reciprocal"):  # where it was before jax 0.10
+        pltpu.reciprocal = pl.reciprocal
+    module = importlib.import_module("tpu_inference.kernels.mla.v2.kernel")
+    module.xpose_pipeline = _refuse
+    return module
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise ValueError("left to XLA")
+
+
+def _without_serving_code(folder: Path) -> None:
+    """Replaces the packages around kernels, which import the server."""
     for name in ("tpu_inference", "tpu_inference.kernels"):
         package = types.ModuleType(name)
         package.__path__ = [str(folder.joinpath(*name.split(".")))]
         sys.modules[name] = package
-    module = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
-    module.get_tpu_version = lambda: generation
-    return module
 
 
 def _scoped_memory(text: str) -> list[int]:

@@ -76,6 +76,24 @@ def test_devices_share_the_work_and_exchange_the_sums_of_layers() -> None:
     assert bounds(4, exchanged=1e6).exchange == pytest.approx(1e6 / V6E.ici_bandwidth)
 
 
+def test_ranks_read_the_keys_of_their_own_rows() -> None:
+    """Latent vectors have no heads to divide: without ranks, each device reads those of all rows."""
+    config = load_shape("deepseek-v3")
+    kv = config.num_layers * 576 * 2
+
+    def keys(work: Work, ranks: int) -> float:
+        sizes = [
+            roofline(config, work, V6E, tp=64, ranks=ranks, weight_bytes=2**34, kv_bytes_per_token=each).hbm_bytes
+            for each in (kv, 0)
+        ]
+        return sizes[0] - sizes[1]
+
+    assert keys(Work.decode(64, 4096), 1) == 64 * 4097 * kv
+    assert keys(Work.decode(64, 4096), 64) == 4097 * kv
+    assert keys(Work.prefill(2048, 4), 4) == 2 * 512 * kv
+    assert Work.prefill(2048, 4).keys_seen == 4 * 512 * 513 // 2
+
+
 @pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-32b", 32.8), ("gemma-3-27b", 27.0)])
 def test_parameter_counts_are_the_published_ones(name: str, billions: float) -> None:
     config = load_shape(name)
