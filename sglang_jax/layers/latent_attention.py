@@ -47,7 +47,6 @@ class LatentAttention(nnx.Module):
         dtype, self.implementation = options.dtype, options.implementation
         self.config = config
         inputs = hidden = [(Axis.HIDDEN, options.hidden_size)]
-        self.dp_ranks = options.dp_ranks
         of_heads = Axis.HEADS if options.dp_ranks == 1 else Axis.WHOLE_HEADS
         latent, heads = [(Axis.LATENT, config.latent)], (of_heads, config.num_heads)
         keys, rotated, values = (

@@ -27,8 +27,8 @@ def divide(implementation: AttentionImplementation, batch: ForwardBatch, kv_page
     assert mesh is not None, "ranks are devices of a mesh"
     assert ranks is not None
 
-    def part(batch: ForwardBatch) -> RankBatch:
-        own = part_of(batch, ranks_of(batch), jax.lax.axis_index(TENSOR))
+    def part(batch: ForwardBatch, ranks: SequenceRanks) -> RankBatch:
+        own = part_of(batch, ranks, jax.lax.axis_index(TENSOR))
         plan = plan_writes(implementation, like_one_rank, own.batch.write_slots)
         own = replace(own, batch=replace(own.batch, write_plan=plan))
         return jax.tree.map(lambda array: array[None], own)
@@ -36,13 +36,8 @@ def divide(implementation: AttentionImplementation, batch: ForwardBatch, kv_page
     # Only the shape and the dtype are read.
     like_one_rank = jnp.zeros((1, *kv_pages.shape[1:]), kv_pages.dtype)
     by_rank = PartitionSpec(TENSOR)
-    own = jax.shard_map(part, mesh=mesh, in_specs=_WHOLE, out_specs=by_rank, check_vma=False)(batch)
+    own = jax.shard_map(part, mesh=mesh, in_specs=_WHOLE, out_specs=by_rank, check_vma=False)(batch, ranks)
     return replace(batch, own=own)
-
-
-def ranks_of(batch: ForwardBatch) -> SequenceRanks:
-    assert batch.ranks is not None
-    return batch.ranks
 
 
 def part_of(batch: ForwardBatch, ranks: SequenceRanks, rank: jax.Array) -> RankBatch:

@@ -368,7 +368,19 @@ def check_plan(plan: StepPlan, spec: RunnerSpec, *, states: bool) -> None:
         _refuse_drafts_of_states(plan, spec)
     else:
         _refuse_states(plan)
+    _check_parts(plan, spec)
     _check_page_bounds(plan, spec)
+
+
+def _check_parts(plan: StepPlan, spec: RunnerSpec) -> None:
+    """Raises `ValueError` for a plan with more tokens of one rank than fit into its part of a step: the program would
+    leave some out."""
+    tokens = np.bincount(plan.rows // spec.rows_of_rank, plan.query_lens).astype(np.int64)
+    most = int(tokens.argmax())
+    if tokens[most] > spec.rank_tokens:
+        raise ValueError(
+            f"step {plan.step} has {tokens[most]} tokens of rank {most}, which computes at most {spec.rank_tokens}"
+        )
 
 
 def _check_pooled(plan: StepPlan, spec: RunnerSpec) -> None:

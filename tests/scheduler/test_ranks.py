@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.scheduling import Bench
 from helpers.simulated_sessions import SessionSimulation
@@ -22,7 +23,7 @@ from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.pins import Pin
 from sglang_jax.runner.fake import FakeRunner
-from sglang_jax.runner.plan import PoolSpec, RunnerSpec
+from sglang_jax.runner.plan import PageDeltas, PoolSpec, RunnerSpec, StepPlan, check_plan
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.planner import Planner
 from sglang_jax.scheduler.scheduler import Scheduler
@@ -199,3 +200,19 @@ def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
     with pytest.raises((InvariantError, AssertionError, RuntimeError, LookupError, ValueError)) as caught:
         simulate(1000, known_fault=True, sizes=RANKS | {"reuse": st.just(True)}, kind=FAULTS[plant])
     assert caught.traceback[-1].path != Path(__file__), "the fault itself failed, and nobody noticed it"
+
+
+def test_a_plan_with_more_tokens_of_a_rank_than_its_part_is_refused() -> None:
+    pool = PoolSpec("full", CacheKind.FULL, 9, 16)
+    spec = RunnerSpec((pool,), 4, token_budget=8, max_context=32, vocab_size=9, dp_ranks=2)
+    nothing = np.zeros(0, np.int32)
+
+    def check(*query_lens: int) -> None:
+        lens, rows = np.array(query_lens, np.int32), np.arange(len(query_lens), dtype=np.int32)
+        deltas = (PageDeltas(nothing, nothing, nothing),)
+        plan = StepPlan(7, rows, 0, lens, lens, np.zeros(sum(query_lens), np.int32), rows >= 0, deltas)
+        check_plan(plan, spec, states=False)
+
+    check(2, 2, 1, 3)
+    with pytest.raises(ValueError, match="step 7 has 5 tokens of rank 1, which computes at most 4"):
+        check(1, 1, 2, 3)
