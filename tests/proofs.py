@@ -140,6 +140,7 @@ PROOFS = (
     smoke("jax_step_cpu", "--rows 2 --prompts 64 --steps 4"),
     smoke("model_step_cpu", "--rows 2 --contexts 96 --prefill 16 --repeats 3"),
     smoke("nll", "--tokens 1000 --chunks 512"),
+    smoke("latent_decode_cpu", "--models MiniCPM3 --context 128 --repeat 1"),
     smoke("latent_prefill_cpu", "--queries 64 --contexts 128 --repeat 1"),
     smoke("loading_memory", "--layers 2 --shapes experts --formats bfloat16 Q4_0"),
     smoke("random_gguf", "/tmp/random.gguf --layers 1 --type Q4_0"),

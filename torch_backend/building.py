@@ -106,7 +106,8 @@ class TorchBackend:
         stay = _bfloat16_of(config, device, models.main, models.quantization)
         alone = by_kernels and len(models.all) == 1
         own_threads = alone and _only_kernels(config, models.main, models.quantization, stay)
-        form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds, bool(stay), own_threads)
+        vectors = tuple(dict.fromkeys(form for each, shard in shards for form in shard.latent_forms(each)))
+        form = CpuForm(dtype, kv_form.keys, tuple(heads), rounds, bool(stay), own_threads, vectors)
         kernels = choose_kernels(
             config.attention_backend,
             device,

@@ -14,7 +14,13 @@ import torch
 
 from sglang_jax.errors import how_to_install
 from torch_backend.attention.fixed import ChunksOnly, DecodeRowsOnly
-from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, HeadForm
+from torch_backend.attention.interface import (
+    AttentionImplementation,
+    AttentionOptions,
+    HeadForm,
+    LatentForm,
+    LatentHeads,
+)
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LARGEST_INT8, KVForm, KVPages
@@ -34,9 +40,10 @@ _DTYPES = (torch.bfloat16, torch.float32)
 @dataclass(frozen=True, slots=True)
 class CpuForm:
     """The dtypes and head sizes for which CPU kernels are compiled: `dtype` of activations, `kv_dtype` of keys and
-    values, and the heads of each kind of layer. `int8_activations`: of products with matrices in blocks.
-    `bfloat16_weights`: some matrices should stay in bfloat16, although activations are float32.
-    `own_threads`: kernels compute nearly all, so torch's threads, which a second team would disturb, have little to do.
+    values, the heads of each kind of layer, and `latents` of those with latent attention. `int8_activations`: of
+    products with matrices in blocks. `bfloat16_weights`: some matrices should stay in bfloat16, although activations
+    are float32. `own_threads`: kernels compute nearly all, so torch's threads, which a second team would disturb, have
+    little to do.
     """
 
     dtype: torch.dtype
@@ -45,6 +52,7 @@ class CpuForm:
     int8_activations: bool = False
     bfloat16_weights: bool = False
     own_threads: bool = False
+    latents: tuple[LatentForm, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,10 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path, threads: OwnThreads | No
             "they support bfloat16 or float32, keys and values in the same type or int8, and heads of an even size, "
             f"not {form.dtype}, {form.kv_dtype} and {', '.join(map(str, sizes))}"
         )
+    wrong = [f"{each.latent} + {each.rotary}" for each in form.latents if each.width % 32 or each.latent % 32]
+    if wrong or (form.latents and form.kv_dtype is not form.dtype):
+        vectors = f"latent vectors of {', '.join(wrong)} numbers" if wrong else f"latent vectors in {form.kv_dtype}"
+        raise CpuKernelsError(f"they support latent vectors of multiples of 32 numbers in {form.dtype}, not {vectors}")
     if find_spec("numba") is None:
         raise CpuKernelsError(f"they need numba, which is not installed: {how_to_install('torch')}")
     start = time.perf_counter()
@@ -135,6 +147,7 @@ def _compile(form: CpuForm, cache_folder: Path, threads: OwnThreads | None) -> C
     from numba.core.errors import NumbaError
 
     from torch_backend.attention.cpu import CpuAttention
+    from torch_backend.attention.cpu_latents import CpuLatents
     from torch_backend.attention.cpu_prompts import CpuPrompts
     from torch_backend.cpu_kernels.compiling import caching_compiler
     from torch_backend.cpu_kernels.operations import CpuOperations
@@ -144,9 +157,10 @@ def _compile(form: CpuForm, cache_folder: Path, threads: OwnThreads | None) -> C
         prompts = None
         if CpuPrompts.take(form.heads):
             prompts = CpuPrompts(compiler, form.dtype, form.heads, threads=threads, kv_dtype=form.kv_dtype)
+        latents = CpuLatents(compiler, form.dtype, form.latents, threads=threads) if form.latents else None
         return CpuKernels(
             CpuOperations(compiler, form.dtype, {heads.head_dim for heads in form.heads}, threads),
-            CpuAttention(compiler, form.dtype, form.heads, prompts, threads, form.kv_dtype),
+            CpuAttention(compiler, form.dtype, form.heads, prompts, threads, form.kv_dtype, latents),
             prompts is not None,
         )
     except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError
@@ -167,6 +181,29 @@ def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Te
     yield from zip(("norm", "sum"), found, expected, strict=True)
     for heads in form.heads:
         yield from _results_of_attention(kernels, form, heads, generator)
+    for latents in form.latents:
+        yield from _results_of_latents(kernels, form, latents, generator)
+
+
+def _results_of_latents(
+    kernels: CpuKernels, form: CpuForm, sizes: LatentForm, generator: torch.Generator
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Of a step with a decode row, and chunks."""
+    page_size, lens, counts = 4, [70, 9, 30], [1, 9, 7]
+    columns = -(-max(lens) // page_size)
+    table = 1 + torch.randperm(len(lens) * columns, generator=generator).int().view(len(lens), columns)
+    pages = KVPages.allocate(1 + table.numel(), 1, page_size, sizes.width, form.dtype, torch.device("cpu"), shared=True)
+    pages.keys.copy_(torch.randn(pages.keys.shape, generator=generator))
+    tokens = torch.zeros(sum(counts), dtype=torch.int32)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    batch = ForwardBatch(tokens, tokens, tokens.long(), table, torch.tensor(lens, dtype=torch.int32), starts, 1)
+    up = (torch.randn(2, sizes.heads, 32, sizes.latent, generator=generator) * sizes.latent**-0.5).to(form.dtype)
+    queries = torch.randn(len(tokens), sizes.heads, 32 + sizes.rotary, generator=generator).to(form.dtype)
+    options = AttentionOptions(sizes.width**-0.5, latents=LatentHeads(up[0], up[1], None))
+    found, expected = (
+        each.prepare(batch)(queries, pages, options) for each in (kernels.attention, ReferenceAttention())
+    )
+    yield "latent attention", found, expected
 
 
 def _random_pages(shape: tuple[int, int, int, int], form: CpuForm, generator: torch.Generator) -> list[KVPages]:

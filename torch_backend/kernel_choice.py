@@ -99,7 +99,7 @@ def choose_kernels(
 ) -> Kernels:
     """Chooses Triton kernels on a GPU, and on a CPU compiled kernels for a model of `form`, cached in `cache_folder`,
     or torch operations. `wanted`: the attention backend. `auto` falls back to torch operations, with a log line, on a
-    CPU without compiled kernels, and for a model with latent attention (`latents`) on a CPU, or on a GPU with `fixed`.
+    CPU without compiled kernels, and for a model with latent attention (`latents`) on a GPU with `fixed`.
     `fixed`: a token's results must not depend on the other tokens of a step. Raises `ConfigError` for an attention
     backend that the device or the model does not support."""
     known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
@@ -141,12 +141,14 @@ def choose_kernels(
 
 def _for_latents(wanted: AttentionBackend, device: torch.device, *, fixed: bool) -> AttentionBackend:
     """The attention of a model with latent attention. Raises `ConfigError` for one that does not support it."""
-    with_kernels = device.type != "cpu" and not fixed
     supported = [AttentionBackend.NATIVE, AttentionBackend.REFERENCE]
-    supported = [AttentionBackend.TRITON, *supported] if with_kernels else supported
+    if device.type == "cpu":
+        supported = [AttentionBackend.NUMBA, *supported]
+    elif not fixed:
+        supported = [AttentionBackend.TRITON, *supported]
+    elif wanted is AttentionBackend.AUTO:
+        logger.info("Latent attention is computed by torch operations: its kernel depends on the batch")
     if wanted is AttentionBackend.AUTO:
-        if not with_kernels:
-            logger.info("Latent attention is computed by torch operations: there are no kernels for it here yet")
         return supported[0]
     if wanted not in supported:
         in_this_mode = ", where results must not depend on the batch" if fixed and device.type != "cpu" else ""

@@ -66,13 +66,20 @@ _part: Callable[[Any], Any] = njit(inline="always")
 
 
 def supported_head_dim(head_dim: int) -> bool:
-    """Whether a head fills vectors, of pairs too."""
+    """Whether a head, or a cached vector, fills vectors, of pairs too."""
     return head_dim % (2 * LANES) == 0
 
 
 def tokens_of_item(group: int) -> int:
     """Maximum tokens of an item, for a kv head with `group` query heads."""
     return max(1, MAX_ROWS // group)
+
+
+def heads_of_item(heads: int) -> tuple[int, ...]:
+    """Heads over one latent vector that an item has, divisors of `heads`: those of three products, and, if that is
+    another number, those of one, for steps with few items. Results are the same bits."""
+    sizes = (next(size for size in range(most, 0, -1) if heads % size == 0) for most in (3 * ROWS, ROWS))
+    return tuple(dict.fromkeys(sizes))
 
 
 def _rows_of_item(group: int) -> int:
@@ -84,7 +91,7 @@ class _Scratch:
     """Offsets in a thread's scratch memory, where queries are at 0: of the sums of values; of keys and values as
     products take them, and as they were in pages; of scores; of weights; of the largest score and the sum of weights of
     each row, and what is added to all its scores; of the end. Only pairs need another place for values in pages, and
-    for weights than for scores."""
+    for weights than for scores. Values that are part of keys are `staged_keys`, or for pairs made from them."""
 
     sums: int
     keys: int
@@ -99,11 +106,11 @@ class _Scratch:
     end: int
 
     @classmethod
-    def of(cls, products: Products, head_dim: int, group: int) -> _Scratch:
+    def of(cls, products: Products, head_dim: int, group: int, value_dim: int | None) -> _Scratch:
         pairs = products.packed == _PAIR
         rows, words = _rows_of_item(group), head_dim // products.packed
         sums = 4 * rows * words
-        keys = sums + 4 * rows * head_dim
+        keys = sums + 4 * rows * (value_dim or head_dim)
         values = keys + 4 * KEYS * words
         staged = values + 4 * KEYS * words
         scores = staged + 4 * KEYS * words
@@ -111,13 +118,15 @@ class _Scratch:
         largest = weights + 4 * ROWS * KEYS // products.packed
         totals = largest + 4 * rows
         staged_values = staged if pairs else values
+        if value_dim is not None and not pairs:
+            values = staged
         added = totals + 4 * rows
         return cls(sums, keys, values, staged, staged_values, scores, weights, largest, totals, added, added + 4 * rows)
 
 
-def scratch_bytes(products: Products, head_dim: int, group: int) -> int:
+def scratch_bytes(products: Products, head_dim: int, group: int, value_dim: int | None = None) -> int:
     """Scratch bytes of each thread."""
-    return _Scratch.of(products, head_dim, group).end
+    return _Scratch.of(products, head_dim, group, value_dim).end
 
 
 def build_prompt_attention(
@@ -127,15 +136,23 @@ def build_prompt_attention(
     head_dim: int,
     group: int,
     query_width: int | None = None,
+    value_dim: int | None = None,
 ) -> CompiledKernel:
     """Builds the kernel for keys and values of `width` bytes, 1 (int8), 2 (bfloat16) or 4 (float32), heads of
     `head_dim`, a multiple of 32, and `group` query heads to a kv head. `query_width`: bytes of queries and output, if
-    others. For pairs, queries in float32 are rounded, and int8 keys and values once they are scaled."""
-    query_width = query_width or width
-    query_bytes = query_width * head_dim
+    others. For pairs, queries in float32 are rounded, and int8 keys and values once they are scaled.
+
+    `value_dim`: for latent vectors, which are not int8. A page then has one key of each token for all heads, whose
+    first `value_dim` numbers, a multiple of 32, are its value; the output is `[T, heads, value_dim]`. `kv_heads` of the
+    fields is the number of parts into which heads are divided, of `group` each."""
+    query_width, shared = query_width or width, value_dim is not None
+    value_dim = value_dim or head_dim
+    query_bytes, output_bytes = query_width * head_dim, query_width * value_dim
     packed, lanes, vectors = products.packed, products.lanes, products.vectors
     head_bytes, word_bytes, weight_bytes = width * head_dim, 4 * head_dim // packed, 4 * KEYS // packed
-    places = _Scratch.of(products, head_dim, group)
+    places = _Scratch.of(products, head_dim, group, value_dim if shared else None)
+    # Values that are part of keys are as far apart as these, except in pairs.
+    value_stride = 4 * head_dim if shared and packed != _PAIR else 4 * value_dim
     sums_at, keys_at, values_at, scores_at = places.sums, places.keys, places.values, places.scores
     staged_keys_at, staged_values_at, weights_at = places.staged_keys, places.staged_values, places.weights
     largest_at, totals_at, own_bytes = places.largest, places.totals, places.end
@@ -164,12 +181,14 @@ def build_prompt_attention(
             seen = load(integers(work[FIRST_FIELD + 5]), sequence) if sees_all else first + tokens
             begin = max(0, first - window + 1) if window > 0 else 0
             pages = integers(work[FIRST_FIELD + 4] + sequence * work[FIRST_FIELD + 11] * 4)
-            page_bytes, in_page = kv_heads * head_slots * head_bytes, kv_head * head_slots * head_bytes
+            page_bytes, in_page = head_slots * head_bytes, 0
+            if not shared:
+                page_bytes, in_page = kv_heads * page_bytes, kv_head * page_bytes
             rows = tokens * group
             strips = (rows + ROWS - 1) // ROWS
 
             clear_bytes(own, strips * ROWS * word_bytes)
-            clear_bytes(own + sums_at, strips * ROWS * head_dim * 4)
+            clear_bytes(own + sums_at, strips * ROWS * value_dim * 4)
             for i in range(tokens):
                 place = ((start + token + i) * kv_heads + kv_head) * group * query_bytes
                 _copy(own + i * group * word_bytes, work[FIRST_FIELD] + place, group * head_dim, query_width, packed)
@@ -191,8 +210,11 @@ def build_prompt_attention(
                 for key in range(0, KEYS, lanes):
                     column = own + keys_at + 4 * key
                     transpose_words(lanes, staged + key * word_bytes, word_bytes, column, 4 * KEYS, head_dim // packed)
-                staged, source = own + staged_values_at, work[FIRST_FIELD + 2] + in_page
-                if integer:
+                if not shared:
+                    staged, source = own + staged_values_at, work[FIRST_FIELD + 2] + in_page
+                if shared:
+                    pass
+                elif integer:
                     scales = work[FIRST_FIELD + 19] + 4 * kv_head * head_slots
                     _widen(staged, source, scales, pages, block, low, high, page_bytes, page_size, head_dim, packed)
                 else:
@@ -200,7 +222,7 @@ def build_prompt_attention(
                 if packed == _PAIR:
                     for key in range(0, KEYS, 2):
                         at = staged + key * word_bytes
-                        pair_values(at, at + word_bytes, own + values_at + key * word_bytes, head_dim)
+                        pair_values(at, at + word_bytes, own + values_at + 2 * key * value_dim, value_dim)
                 # Strips whose last query is before the block see none of its keys; nor do those whose windows start
                 # after it.
                 for strip in range(0 if sees_all else max(block - first, 0) * group // ROWS, strips):
@@ -208,7 +230,8 @@ def build_prompt_attention(
                     if window > 0 and block + KEYS <= first + row // group - window + 1:
                         continue
                     queries, weights = own + row * word_bytes, own + weights_at
-                    _multiply(0, queries, head_dim, own + keys_at, KEYS, own + scores_at, packed, lanes, vectors)
+                    keys, scores = own + keys_at, own + scores_at
+                    _multiply(0, queries, head_dim, keys, 4 * KEYS, KEYS, scores, packed, lanes, vectors)
                     for each in range(row, row + ROWS):
                         seen_to = min((seen if sees_all else first + each // group + 1) - block, KEYS)
                         seen_from = max(first + each // group - window + 1 - block, 0) if window > 0 else 0
@@ -222,23 +245,23 @@ def build_prompt_attention(
                             total = load(totals, each) * fading + sum_weights(packed, scores, of_row, 2)
                             store(totals, each, total)
                             if fading != 1:
-                                sums = floats(own + sums_at + 4 * head_dim * each)
-                                for k in range(head_dim):
+                                sums = floats(own + sums_at + 4 * value_dim * each)
+                                for k in range(value_dim):
                                     store(sums, k, load(sums, k) * fading)
                         else:
                             clear_bytes(of_row, weight_bytes)
-                    of_strip = own + sums_at + 4 * head_dim * row
-                    _multiply(1, weights, KEYS, own + values_at, head_dim, of_strip, packed, lanes, vectors)
+                    values, of_strip = own + values_at, own + sums_at + 4 * value_dim * row
+                    _multiply(1, weights, KEYS, values, value_stride, value_dim, of_strip, packed, lanes, vectors)
                 block += KEYS
 
             for i in range(tokens):
-                place = ((start + token + i) * kv_heads + kv_head) * group * query_bytes
+                place = ((start + token + i) * kv_heads + kv_head) * group * output_bytes
                 for head in range(group):
                     row = i * group + head
-                    output = elements(work[FIRST_FIELD + 3] + place + head * query_bytes, query_width)
-                    sums = floats(own + sums_at + row * head_dim * 4)
+                    output = elements(work[FIRST_FIELD + 3] + place + head * output_bytes, query_width)
+                    sums = floats(own + sums_at + row * value_dim * 4)
                     whole = np.float32(1) / load(totals, row)
-                    for k in range(head_dim):
+                    for k in range(value_dim):
                         store(output, k, load(sums, k) * whole)
 
     return compiler(kernel)
@@ -318,17 +341,18 @@ def _widen(target, source, scales, pages, block, low, high, page_bytes, page_siz
 
 
 @_part
-def _multiply(adds, rows, values, columns, count, sums, packed, lanes, vectors):
-    """Products of the `values` of each row of a strip and `count` columns: see `multiply_rows`."""
-    words, stride = values // packed, 4 * count
+def _multiply(adds, rows, values, columns, stride, count, sums, packed, lanes, vectors):
+    """Products of the `values` of each row of a strip and `count` columns, whose words are `stride` bytes apart: see
+    `multiply_rows`."""
+    words = values // packed
     column = 0
     while column + vectors * lanes <= count:
         at, to = columns + 4 * column, sums + 4 * column
-        multiply_rows(packed, lanes, vectors, adds, words, rows, 4 * words, at, stride, to, stride)
+        multiply_rows(packed, lanes, vectors, adds, words, rows, 4 * words, at, stride, to, 4 * count)
         column += vectors * lanes
     while column < count:
         at, to = columns + 4 * column, sums + 4 * column
-        multiply_rows(packed, lanes, 2, adds, words, rows, 4 * words, at, stride, to, stride)
+        multiply_rows(packed, lanes, 2, adds, words, rows, 4 * words, at, stride, to, 4 * count)
         column += 2 * lanes
 
 

@@ -14,8 +14,9 @@ from sglang_jax.cpu_kernels.byte_units import best_unit
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from sglang_jax.cpu_kernels.prompt_tiles import Products
 from torch_backend.attention.cpu import CpuAttention
+from torch_backend.attention.cpu_latents import CpuLatents
 from torch_backend.attention.cpu_prompts import CpuPrompts
-from torch_backend.attention.interface import HeadForm
+from torch_backend.attention.interface import HeadForm, LatentForm
 from torch_backend.cpu_kernels.bfloat16_matrix import CpuBfloat16Products
 from torch_backend.cpu_kernels.block_matrix import BlockProducts
 from torch_backend.cpu_kernels.compiling import caching_compiler
@@ -26,11 +27,21 @@ from torch_backend.cpu_kernels.threads import OwnThreads
 
 @functools.cache
 def cpu_attention(
-    dtype: torch.dtype, *forms: HeadForm, prompts: Products | None = None, kv_dtype: torch.dtype | None = None
+    dtype: torch.dtype,
+    *forms: HeadForm,
+    prompts: Products | None = None,
+    kv_dtype: torch.dtype | None = None,
+    latents: tuple[LatentForm, ...] = (),
 ) -> CpuAttention:
     """`prompts`: how a kernel for prompts multiplies; without it, torch computes them."""
+    vectors = cpu_latents(dtype, *latents) if latents else None
     kernel = None if prompts is None else CpuPrompts(_compiler(), dtype, forms, prompts, kv_dtype=kv_dtype)
-    return CpuAttention(_compiler(), dtype, forms, kernel, kv_dtype=kv_dtype)
+    return CpuAttention(_compiler(), dtype, forms, kernel, kv_dtype=kv_dtype, latents=vectors)
+
+
+@functools.cache
+def cpu_latents(dtype: torch.dtype, *forms: LatentForm, products: Products | None = None) -> CpuLatents:
+    return CpuLatents(_compiler(), dtype, forms, products)
 
 
 @functools.cache

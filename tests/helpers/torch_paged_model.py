@@ -76,7 +76,7 @@ class TorchPagedModel:
         config = checkpoint.config
         shards = ModelShard.of_rank(config, parallel.rank, Parallelism(parallel.size, expert_parts), num_shards)
         if numba:
-            attention = cpu_attention(dtype, *shards[0].head_forms(config))
+            attention = cpu_attention(dtype, *shards[0].head_forms(config), latents=shards[0].latent_forms(config))
             if fixed:
                 attention = (DecodeRowsOnly if attention.prompts is None else ChunksOnly)(attention)
         head_dims = dict.fromkeys(attention.head_dim for attention in config.kv_attention)

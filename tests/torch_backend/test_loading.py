@@ -179,11 +179,12 @@ def test_impossible_options_are_refused_before_weights_are_read(
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8: latent attention caches one short vector of a token"),
         (
             {"attention_backend": "numba"},
-            "attention_backend numba does not support latent attention on cpu: choose native",
+            "attention_backend numba has no kernels: they support latent vectors of multiples of 32 numbers in "
+            r"torch.bfloat16, not latent vectors of 32 \+ 8 numbers",
         ),
         (
             {"attention_backend": "sage"},
-            "attention_backend sage does not support latent attention on cpu: choose native",
+            "attention_backend sage does not support latent attention on cpu: choose numba",
         ),
     ],
 )

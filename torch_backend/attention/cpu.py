@@ -8,6 +8,7 @@ import torch
 
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from sglang_jax.cpu_kernels.decode_attention import FIELDS, build_decode_attention, scratch_floats
+from torch_backend.attention.cpu_latents import CpuLatents
 from torch_backend.attention.cpu_prompts import CpuPrompts, items_of, scales_of
 from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.attention.native import NativeStep
@@ -20,7 +21,8 @@ from torch_backend.kv_pages import KVPages
 class CpuAttention:
     """`AttentionImplementation` for a CPU, for use by one thread at a time. A decode row's result is batch-invariant.
     `dtype`, bfloat16 or float32, of queries and pages, which may also be int8 (`kv_dtype`); `forms` of all layers'
-    heads; `prompts`, with kernels for these, computes sequences of several tokens instead of torch operations."""
+    heads; `prompts`, with kernels for these, computes sequences of several tokens instead of torch operations;
+    `latents`: kernels of layers with latent attention."""
 
     def __init__(
         self,
@@ -30,9 +32,10 @@ class CpuAttention:
         prompts: CpuPrompts | None = None,
         threads: OwnThreads | None = None,
         kv_dtype: torch.dtype | None = None,
+        latents: CpuLatents | None = None,
     ) -> None:
         self._dtype, self._kv_dtype = dtype, kv_dtype or dtype
-        self.prompts = prompts
+        self.prompts, self.latents = prompts, latents
         width = self._kv_dtype.itemsize
         self._decode = {
             form: Launcher(
@@ -107,8 +110,13 @@ class CpuStep:
         native = not batch.decode_only and attention.prompts is None
         self._prompts = NativeStep(batch, first=batch.num_decode) if native else None
         self._items: dict[tuple[int, int], torch.Tensor] = {}
+        self._latents = None if attention.latents is None else attention.latents.prepare(batch)
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
+        if options.latents is not None:
+            if self._latents is None:
+                raise TypeError("CPU attention made for heads was given latent vectors")
+            return self._latents(queries, kv, options)
         if self._attention.widens and kv.keys.dtype is queries.dtype:
             # The step that measures the mean of keys, before any are stored in int8.
             return NativeStep(self._batch)(queries, kv, options)

@@ -50,6 +50,20 @@ class HeadForm:
     group: int
 
 
+@dataclass(frozen=True, slots=True)
+class LatentForm:
+    """Sizes of a layer's latent attention for which kernels are compiled: `heads` of queries, and numbers of a cached
+    vector, `latent` and those of a rotated key."""
+
+    heads: int
+    latent: int
+    rotary: int
+
+    @property
+    def width(self) -> int:
+        return self.latent + self.rotary
+
+
 class StepAttention(Protocol):
     """Attention of one step, for every layer."""
 

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.architectures.kinds.recurrent import RecurrentConfig
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.parallelism import Parallelism
-from torch_backend.attention.interface import HeadForm
+from torch_backend.attention.interface import HeadForm, LatentForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,15 @@ class ModelShard:
         forms = (
             HeadForm(mixer.head_dim, len(self.heads(mixer.num_heads)) // len(self.kv_heads(mixer.num_kv_heads)))
             for mixer in config.kv_attention
+        )
+        return tuple(dict.fromkeys(forms))
+
+    def latent_forms(self, config: ModelConfig) -> tuple[LatentForm, ...]:
+        """The distinct forms of latent attention of all layers."""
+        forms = (
+            LatentForm(len(self.heads(mixer.num_heads)), mixer.latent, mixer.rotary_dim)
+            for mixer in config.attention
+            if isinstance(mixer, LatentAttentionConfig)
         )
         return tuple(dict.fromkeys(forms))
 
