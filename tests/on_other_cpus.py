@@ -61,6 +61,7 @@ ROUNDING = [
     "tests/torch_backend/test_bfloat16_matrices.py",
     "tests/torch_backend/test_block_matrices.py",
     "tests/torch_backend/test_cpu_attention.py",
+    "tests/torch_backend/test_cpu_latents.py",
     "tests/torch_backend/test_cpu_operations.py",
     "tests/torch_backend/test_graphs.py",
     "tests/torch_backend/test_sample_pruning.py",

@@ -1,11 +1,12 @@
 """Calls of attention from XLA's programs, over pages with the values of a head behind its keys: `[pages, kv_heads, 2,
 page_size, head_dim]`. Numbers other than sizes are the call's constants, int64: window (or 0), the bits of two float64,
-the scale and the soft cap (or 0), and whether prompts are not causal."""
+the scale and the soft cap (or 0), and whether prompts are not causal. Latent vectors have pages `[pages, 1, 1,
+page_size, width]`."""
 
 from __future__ import annotations
 
 from sglang_jax.cpu_kernels import decode_attention, prompt_attention
-from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
+from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler, name_function
 from sglang_jax.cpu_kernels.language import address_of, integers, load, long_integers
 from sglang_jax.cpu_kernels.prompt_attention import tokens_of_item
 from sglang_jax.cpu_kernels.prompt_tiles import clear_bytes
@@ -101,7 +102,7 @@ def _fill_prompts(words, call, width, tokens):
     first = load(integers(address(operand(call, 7))), 0)
     end = load(starts, rows)
     clear_bytes(address(output) + end * row_bytes, (count - end) * row_bytes)
-    blocks = _find_blocks(integers(address(result(call, 2))), first, rows, starts, integers(address(lens)), tokens)
+    blocks = _find_blocks(integers(address(result(call, 2))), first, rows, starts, integers(address(lens)), tokens, 0)
     _give_all_heads(integers(address(result(call, 2))), blocks, kv_heads)
     words[ITEMS] = blocks * kv_heads
     words[FIRST_FIELD] = address(queries)
@@ -120,13 +121,75 @@ def _fill_prompts(words, call, width, tokens):
     return _threads(elements, blocks * kv_heads, size(scratch, 0))
 
 
+def build_latent_call(
+    compiler: KernelCompiler, names: tuple[str, ...], kernels: tuple[CompiledKernel, ...], groups: tuple[int, ...]
+) -> CompiledKernel:
+    """See `build_xla_call`, for attention of all sequences over latent vectors, with one or two kernels, of `groups`
+    heads of an item: the last one for steps with too few items for all threads.
+
+    Operands: queries `[T, heads, width]`, pages, page table `[R, columns]`, lengths `[R]`, starts of sequences
+    `[R + 1]`, and int32 `[R]`, not 0 for sequences that are left out. Results: the output `[T, heads, latent]`, 0 for
+    padding and for what is left out; scratch `[threads, floats]`; and memory for items, int32 `[items, 4]`."""
+    fields, first, last = len(prompt_attention.FIELDS), names[0], names[-1]
+    group, few = groups[0], groups[-1]
+    tokens, few_tokens = tokens_of_item(group), tokens_of_item(few)
+
+    def handle(frame):
+        call = long_integers(frame)
+        if answered(call):
+            return 0
+        shared = begin(fields)
+        words = arguments(shared)
+        threads = _fill_latents(words, call, group, tokens)
+        if words[ITEMS] >= size(result(call, 1), 0):
+            return run(call, shared, threads, address_of(first))
+        threads = _fill_latents(words, call, few, few_tokens)
+        return run(call, shared, threads, address_of(last))
+
+    name_function(last, kernels[-1].address)
+    built = build_xla_call(compiler, first, kernels[0], handle)
+    return CompiledKernel(built.address, (built, kernels))
+
+
 @part
-def _find_blocks(items, first, rows, starts, lens, tokens):
+def _fill_latents(words, call, group, tokens):
+    queries, pages, table, lens = operand(call, 0), operand(call, 1), operand(call, 2), operand(call, 3)
+    starts, output, scratch = integers(address(operand(call, 4))), result(call, 0), result(call, 1)
+    rows, heads, parts = size(lens, 0), size(queries, 1), size(queries, 1) // group
+    clear_bytes(address(output), 4 * size(output, 0) * heads * size(output, 2))
+    items, left_out = integers(address(result(call, 2))), address(operand(call, 5))
+    blocks = _find_blocks(items, 0, rows, starts, integers(address(lens)), tokens, left_out)
+    _give_all_heads(items, blocks, parts)
+    words[ITEMS] = blocks * parts
+    words[FIRST_FIELD] = address(queries)
+    words[FIRST_FIELD + 1] = address(pages)
+    words[FIRST_FIELD + 2] = address(pages)
+    words[FIRST_FIELD + 3] = address(output)
+    words[FIRST_FIELD + 4] = address(table)
+    words[FIRST_FIELD + 5] = address(lens)
+    words[FIRST_FIELD + 6] = address(operand(call, 4))
+    words[FIRST_FIELD + 8] = address(result(call, 2))
+    words[FIRST_FIELD + 9] = address(scratch)
+    words[FIRST_FIELD + 10] = size(scratch, 0)
+    words[FIRST_FIELD + 11] = size(table, 1)
+    words[FIRST_FIELD + 12] = parts
+    words[FIRST_FIELD + 13] = size(pages, 3)
+    words[FIRST_FIELD + 14] = size(pages, 3)
+    words[FIRST_FIELD + 16] = constants(call)[1]
+    elements = load(starts, rows) * heads * size(queries, 2) * _KEYS_OF_A_PROMPT
+    return _threads(elements, blocks * parts, size(scratch, 0))
+
+
+@part
+def _find_blocks(items, first, rows, starts, lens, tokens, left_out):
     """Writes an item for every `tokens` tokens of the sequences from index `first` on, those that see the most keys
     first, so that threads end at about the same time. Returns their number. In place of a kv head, an item has the
-    number of its products."""
+    number of its products. `left_out`: the address of a number for each sequence, not 0 for one that gets no item; or
+    0. Sequences of length 0 are padding."""
     count = 0
     for sequence in range(first, rows):
+        if load(lens, sequence) == 0 or (left_out != 0 and load(integers(left_out), sequence) != 0):
+            continue
         queries = load(starts, sequence + 1) - load(starts, sequence)
         for block in range((queries + tokens - 1) // tokens):
             token = (queries - 1) // tokens * tokens - block * tokens

@@ -30,11 +30,19 @@ from sglang_jax.jax_runner.model_programs import parameters
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.rounding import describe_rounding, rounding_of
 from sglang_jax.jax_runner.weights import load_weights
-from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention, CpuAttentions, no_cpu_attention
+from sglang_jax.kernels.ragged_paged_attention.cpu import (
+    CpuAttention,
+    CpuAttentions,
+    CpuLatents,
+    HeadForm,
+    LatentForm,
+    no_cpu_attention,
+)
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
 from sglang_jax.layers.attention import Attention
 from sglang_jax.layers.block_matrix import BLOCK_AXES, BlockProducts, no_blocks
 from sglang_jax.layers.grouped_matrix import group_product
+from sglang_jax.layers.latent_attention import LatentAttention
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.rounded_rows import MinRoundedRows
 from sglang_jax.layers.sharding import make_mesh
@@ -189,8 +197,8 @@ class JaxBackend:
 
     def attention_of(self, model: UnloadedModel) -> str:
         """The attention backend that computes a model."""
-        layers = (module for _, module in nnx.iter_modules(model.model) if isinstance(module, Attention))
-        by_kernels = any(layer.kernels is not None for layer in layers)
+        layers = (module for _, module in nnx.iter_modules(model.model))
+        by_kernels = any(isinstance(each, Attention | LatentAttention) and each.kernels is not None for each in layers)
         return AttentionBackend.NUMBA.value if by_kernels else self.attention.value
 
     def weights_of(self, model: UnloadedModel) -> int:
@@ -276,8 +284,8 @@ def _cpu_attentions(
     return find if wanted is AttentionBackend.AUTO else partial(_required, find)
 
 
-def _required(find: CpuAttentions, head_dim: int, group: int) -> CpuAttention:
-    found = find(head_dim, group)
+def _required(find: CpuAttentions, form: HeadForm | LatentForm) -> CpuAttention | CpuLatents:
+    found = find(form)
     if found is None:
         raise ConfigError("attention_backend numba has no kernels, the log says why: choose xla, or auto")
     return found

@@ -21,7 +21,7 @@ from sglang_jax.kernels.ragged_paged_attention import (
     ragged_paged_attention,
     write_kv,
 )
-from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention, CpuLatents, HeadForm
 from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.linear import Linear
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
         dtype, self.implementation = options.dtype, options.implementation
         self.config = config
         self.group = config.num_heads // config.num_kv_heads
-        self.kernels = options.cpu_attention(config.head_dim, self.group)
+        self.kernels = options.cpu_attention(HeadForm(config.head_dim, self.group))
         hidden = [(Axis.HIDDEN, options.hidden_size)]
         head = (Axis.HEAD_DIM, config.head_dim)
         fused = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.HEAD_PART, self.group + 2), head]
@@ -168,7 +168,7 @@ def write_and_attend(
     *,
     scale: float,
     options: AttentionOptions,
-    kernels: CpuAttention | None = None,
+    kernels: CpuAttention | CpuLatents | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Stores a step's keys and values, and computes attention (see `ragged_paged_attention`): `[T, heads,
     value_dim or head_dim]`, and the pages after the write. Under a mesh, kernels run on each device for its heads, with

@@ -23,6 +23,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, AttentionOptions, expanded_attention
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention, CpuLatents, LatentForm
 from sglang_jax.kernels.row_tiles import in_tiles
 from sglang_jax.layers.attention import write_and_attend
 from sglang_jax.layers.batch import ForwardBatch
@@ -46,6 +47,7 @@ class LatentAttention(nnx.Module):
     def __init__(self, config: LatentAttentionConfig, options: PartOptions) -> None:
         dtype, self.implementation = options.dtype, options.implementation
         self.config = config
+        self.kernels = options.cpu_attention(LatentForm(config.num_heads, config.latent, config.rotary_dim))
         inputs = hidden = [(Axis.HIDDEN, options.hidden_size)]
         of_heads = Axis.HEADS if options.dp_ranks == 1 else Axis.WHOLE_HEADS
         latent, heads = [(Axis.LATENT, config.latent)], (of_heads, config.num_heads)
@@ -82,6 +84,7 @@ class LatentAttention(nnx.Module):
             (self.key_up[...], self.value_up[...]),
             memory.pages,
             step.batch,
+            self.kernels,
         )
         return in_tiles(self.output, values, tile_rows), replace(memory, pages=kv_pages)
 
@@ -124,12 +127,14 @@ def attend_latents(
     up: tuple[jax.Array, jax.Array],
     kv_pages: jax.Array,
     batch: ForwardBatch,
+    kernels: CpuAttention | CpuLatents | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Stores a step's latent vectors, and computes attention, each row in the form for its length: `[T, heads,
     value_dim]`, and the pages after the write.
 
     `queries` `[T, heads, key_dim]` and `[T, heads, rotary_dim]`; `cached` `[T, 1, latent + rotary_dim]`; `up`: the
-    projections to keys `[heads, key_dim, latent]` and values `[heads, value_dim, latent]`.
+    projections to keys `[heads, key_dim, latent]` and values `[heads, value_dim, latent]`. `kernels`: see
+    `write_and_attend`.
     """
     (plain, rotated), (key_up, value_up) = queries, up
     expanded = _expanded_rows(implementation, config, batch)
@@ -144,6 +149,7 @@ def attend_latents(
         batch,
         scale=config.scale,
         options=AttentionOptions(value_dim=config.latent, unread=expanded),
+        kernels=kernels,
     )
     values = by_head("thl,hvl->htv", attended, value_up)
     if expanded is not None:  # each is 0 for rows of the other form

@@ -31,7 +31,7 @@ class PartOptions:
 
     - `dtype`: of weights. `kv_dtype`: of keys and values in pages; with 8 bits, `kv_scales` divide stored values.
     - `implementation`: the kernels of attention, and of recurrent states (see `kernels.states`).
-    - `cpu_attention`: makes kernels that replace those of `implementation`, except for latent attention.
+    - `cpu_attention`: makes kernels that replace those of `implementation`.
     - `encodings`: how each matrix is stored. `block_products`: makes kernels for matrices in blocks.
     - `min_rounded_rows`: which steps round activations for 8-bit matrices.
     - `layer`: index of the part's layer, None for parts of the whole model.

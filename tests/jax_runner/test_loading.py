@@ -205,6 +205,18 @@ def test_kernels_compute_attention_on_a_cpu_if_they_can(
         assert (name, lines) == (found, [])
 
 
+@pytest.mark.parametrize(("rotary", "found"), [(32, "numba"), (8, "xla")])
+def test_kernels_compute_latent_attention_of_some_sizes(rotary: int, found: str, tmp_path: Path) -> None:
+    sizes = {"qk_rope_head_dim": rotary, "head_dim": rotary, "rope_parameters": {"rope_type": "default"}}
+    folder = make_tiny_checkpoint(tmp_path, "deepseek_v3", **sizes)
+    config = options(folder, compilation_cache_dir=None)
+    models = Models(open_checkpoint(config.model_path), None, None)
+    backend = JaxBackend.choose(config, models)
+    unloaded = backend.build(models)
+    unloaded.build()
+    assert backend.attention_of(unloaded) == found
+
+
 def test_kernels_that_are_missing_or_wrong_are_not_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

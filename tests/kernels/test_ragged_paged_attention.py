@@ -17,7 +17,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.jax_runner.attention_kernels import cpu_attention
 from sglang_jax.kernels.kv_storage import gather_kv, page_shape, write_kv
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, ragged_paged_attention, xla
-from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuAttention, HeadForm
 
 Implementation = AttentionImplementation | Literal["kernels"]
 KERNELS: Implementation = "kernels"
@@ -44,7 +44,7 @@ def kernels_for(step: Step) -> CpuAttention:
     kv_heads, head_dim = step.kv_pages.shape[1], step.kv_pages.shape[4]
     dtype = jnp.dtype(jnp.float32 if step.kv_pages.dtype == jnp.float32 else jnp.bfloat16)
     folder = EngineConfig().cache_folder()
-    found = cpu_attention(head_dim, step.queries.shape[1] // kv_heads, kv_dtype=dtype, cache_folder=folder)
+    found = cpu_attention(HeadForm(head_dim, step.queries.shape[1] // kv_heads), kv_dtype=dtype, cache_folder=folder)
     assert found is not None
     return found
 

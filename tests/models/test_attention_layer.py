@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -18,8 +19,11 @@ from helpers.small_configs import small_config
 from sglang_jax.architectures.kinds.attention import QKNorm
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.kinds.norm import NormConfig, NormKind
+from sglang_jax.config import EngineConfig
+from sglang_jax.jax_runner.attention_kernels import cpu_attention
 from sglang_jax.kernels.kv_storage import page_shape, to_storage
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, expanded
+from sglang_jax.kernels.ragged_paged_attention.cpu import CpuLatents, LatentForm
 from sglang_jax.layers.attention import Attention
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.latent_attention import attend_latents
@@ -156,7 +160,9 @@ class Absorbed(LatentAttentionConfig):
 ABSORBED = Absorbed(**{each.name: getattr(LATENTS, each.name) for each in fields(LATENTS)})
 LATENT_FORMS = {"by length": LATENTS, "absorbed": ABSORBED}
 LATENT_TOKENS, LATENT_ROWS, LATENT_COLUMNS = 120, 5, 72
-_latents = jax.jit(attend_latents, static_argnums=(0, 1))
+_latents = jax.jit(attend_latents, static_argnums=(0, 1, 7))
+WIDE = replace(LATENTS, rotary_dim=32)
+"""For the CPU's kernels."""
 
 
 def latent_outputs(
@@ -165,6 +171,7 @@ def latent_outputs(
     query_lens: tuple[int, ...],
     dtype: str = "float32",
     page_size: int = 16,
+    kernels: CpuLatents | None = None,
 ) -> tuple[Numbers, Numbers]:
     """The output of attention and the expected one, in a program of one shape for each page size."""
 
@@ -174,7 +181,7 @@ def latent_outputs(
     def padded(array: np.ndarray, size: int, mode: str = "constant") -> np.ndarray:
         return np.pad(array, [(0, size - len(array)), *[(0, 0)] * (array.ndim - 1)], mode=mode)
 
-    step = make_latent_step(LATENTS, kv_lens, query_lens, page_size=page_size, rounded=rounded)
+    step = make_latent_step(config, kv_lens, query_lens, page_size=page_size, rounded=rounded)
     pages = 1 + LATENT_ROWS * -(-LATENT_COLUMNS // page_size) * 2
     kv_pages = np.full((pages, 1, 1, *step.pages.shape[1:]), np.nan)
     kv_pages[: len(step.pages), 0, 0] = step.pages
@@ -196,7 +203,7 @@ def latent_outputs(
     )
     up = (jnp.asarray(step.key_up, dtype), jnp.asarray(step.value_up, dtype))
     stored = to_storage(jnp.asarray(kv_pages, jnp.float32), storage)
-    found, _ = _latents(AttentionImplementation.XLA, config, (plain, rotated), cached, up, stored, batch)
+    found, _ = _latents(AttentionImplementation.XLA, config, (plain, rotated), cached, up, stored, batch, kernels)
     assert found.dtype == jnp.dtype(dtype)
     assert not found[len(step.plain) :].any()
     return np.asarray(found[: len(step.plain)].astype(jnp.float32), np.float64), step.expected
@@ -246,6 +253,25 @@ def test_rows_use_the_form_for_their_length() -> None:
     parts = (np.split(found, np.cumsum(counts)[:-1]) for found in outputs)
     same = [np.array_equal(*pair) for pair in zip(*parts, strict=True)]
     assert same == [count < 16 for count in counts]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 4e-6), ("bfloat16", 3 * 2**-8)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_kernels_of_a_cpu(page_size: int, dtype: str, tolerance: float) -> None:
+    """Long rows are expanded by XLA's operations."""
+    form, folder = LatentForm(WIDE.num_heads, WIDE.latent, WIDE.rotary_dim), EngineConfig().cache_folder()
+    kernels = cpu_attention(form, kv_dtype=jnp.dtype(dtype), cache_folder=folder)
+    assert isinstance(kernels, CpuLatents)
+    for kv_lens, query_lens in LATENT_STEPS.values():
+        found, expected = latent_outputs(WIDE, kv_lens, query_lens, dtype, page_size, kernels)
+        assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
+
+
+def test_sizes_without_kernels_of_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert cpu_attention(LatentForm(4, 32, 8), kv_dtype=jnp.dtype(jnp.float32), cache_folder=None) is None
+    (message,) = caplog.messages
+    assert "latent vectors of 32 + 8 numbers and float32: kernels take multiples of 32" in message
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [("bfloat16", 2**-8), ("float16", 2**-11)])

@@ -86,11 +86,64 @@ class CpuAttention:
         return jax.ShapeDtypeStruct((self.threads, kernel.scratch), jnp.float32)
 
 
-CpuAttentions = Callable[[int, int], CpuAttention | None]
-"""From the size of heads, and the number of query heads to a kv head, to their kernels; None if they have none."""
+@dataclass(frozen=True, slots=True)
+class CpuLatents:
+    """The kernel of decode rows and chunks over latent vectors, on at most `threads` threads. `items`: the most that it
+    has for `tokens` tokens of a sequence."""
+
+    kernel: CpuKernel
+    tokens: int
+    items: int
+    threads: int
+
+    def __call__(
+        self, queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float, options: AttentionOptions
+    ) -> jax.Array:
+        """See `ragged_paged_attention`. `kv_pages`: plain pages of latent vectors, as `CpuAttention` takes; `options`
+        have `value_dim`, and `unread` at most. A token's result is the same bits in any chunk and batch."""
+        (tokens, heads, _), rows = queries.shape, len(batch.kv_lens)
+        items = jax.ShapeDtypeStruct(((tokens // self.tokens + rows) * self.items, 4), jnp.int32)
+        output = jax.ShapeDtypeStruct((tokens, heads, options.value_dim), jnp.float32)
+        scratch = jax.ShapeDtypeStruct((self.threads, self.kernel.scratch), jnp.float32)
+        found = jax.ffi.ffi_call(self.kernel.target, (output, scratch, items))
+        left_out = jnp.zeros(rows, jnp.int32) if options.unread is None else options.unread.astype(jnp.int32)
+        places = (batch.page_table, batch.kv_lens, batch.query_starts, left_out)
+        attended, *_ = found(queries.astype(jnp.float32), kv_pages, *places, constants=_constants(scale, options))
+        return attended.astype(queries.dtype)
 
 
-def no_cpu_attention(head_dim: int, group: int) -> None:
+@dataclass(frozen=True, slots=True)
+class HeadForm:
+    """Heads of `head_dim` numbers, `group` of queries to a kv head."""
+
+    head_dim: int
+    group: int
+
+    def __str__(self) -> str:
+        return f"heads of {self.head_dim} numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentForm:
+    """`heads` of queries over cached vectors of `latent` numbers and `rotary` of a rotated key."""
+
+    heads: int
+    latent: int
+    rotary: int
+
+    def __str__(self) -> str:
+        return f"latent vectors of {self.latent} + {self.rotary} numbers"
+
+    @property
+    def width(self) -> int:
+        return self.latent + self.rotary
+
+
+CpuAttentions = Callable[[HeadForm | LatentForm], CpuAttention | CpuLatents | None]
+"""From the form of a layer's attention to its kernels; None if it has none."""
+
+
+def no_cpu_attention(form: HeadForm | LatentForm) -> None:
     """For devices without such kernels, and where XLA's operations are asked for."""
 
 
