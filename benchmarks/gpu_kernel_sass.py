@@ -33,6 +33,7 @@ from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import decode_tile
 from torch_backend.kernels.expert_product import SKEW
 from torch_backend.kernels.extend_plan import extend_tile
+from torch_backend.kernels.latent_plan import chunk_tile, latent_tile
 from torch_backend.kernels.plain_experts import plain_tile
 
 HEAD_DIM = 128
@@ -51,9 +52,11 @@ OTHERS = {
     "gate and up, 32768 rows": "214 per MFLOP",
     "down, 128 rows": "16 to 32 per KB",
     "down, 32768 rows": "214 per MFLOP",
+    "decode, 16 heads": "71 to 89",
+    "decode, 128 heads": "569 to 711",
 }
 """The same work in Triton kernels of two well-known engines; of experts, in one's, with the tiles that it measured as
-best for an H200, and without the gate."""
+best for an H200, and without the gate; over latent vectors, in one's, 16 heads of a program, with 32 or 64 keys."""
 
 EXPERTS = {
     "gate and up": ("gate_experts", "128 x 2 x 768 x 2048"),
@@ -63,6 +66,14 @@ EXPERTS = {
 """Operations and shapes of `tests/helpers/triton_inventory.py`."""
 
 EXPERT_ROWS = (128, 32_768)
+
+LATENTS = {
+    "decode, 16 heads": ("latent_attention", 16),
+    "decode, 128 heads": ("latent_attention", 128),
+    "chunks, 16 heads": ("latent_attention of chunks", 16),
+    "chunks, 128 heads": ("latent_attention of chunks", 128),
+}
+"""Operations, and heads over vectors of 512 + 64 numbers."""
 
 _CONFIGURATION = "bfloat16, head_dim 128, group 4, {} pages of 16"
 
@@ -117,6 +128,35 @@ def measure_experts(chips: list[int]) -> list[dict[str, Any]]:
     return found
 
 
+def measure_latents(chips: list[int]) -> list[dict[str, Any]]:
+    """A row for each form and chip. Instructions are those of all programs that take a token's vector, for a kilobyte
+    of it: a program has some of the heads of a decode row, or of tokens of a chunk."""
+    prefixes = {
+        (form, chip): f"sm_{chip} {operation}: bfloat16, {heads} heads, 512 + 64, pages of 16: "
+        for form, (operation, heads) in LATENTS.items()
+        for chip in chips
+    }
+    compiled = compile_shipped(chips, prefixes.values())
+    found: list[dict[str, Any]] = []
+    for (form, capability), prefix in prefixes.items():
+        figures, heads, chip = compiled.kernels[prefix + "latent_splits"], LATENTS[form][1], Chip(capability, 132)
+        tile, tokens = latent_tile(heads, torch.bfloat16, chip), 1
+        if form.startswith("chunks"):
+            tile, tokens = chunk_tile(heads, torch.bfloat16, chip)
+        instructions = figures.warps * figures.loops[0] * tile.blocks / tile.tile.keys
+        found.append(
+            {
+                "kernel": form,
+                "chip": f"sm_{capability}",
+                "instr/KB": round(instructions / (2 * 576 / 1024)),
+                "instr/MFLOP": round(instructions / (2e-6 * tokens * heads * (2 * 512 + 64))),
+                **_resources(figures),
+                "another engine": OTHERS.get(form, "-") if capability == 90 else "-",
+            }
+        )
+    return found
+
+
 def _row(kernel: str, figures: Figures, pages: torch.dtype, chip: Chip) -> dict[str, Any]:
     instructions = figures.warps * figures.loops[0]
     if kernel == "decode_splits":
@@ -140,11 +180,11 @@ def _resources(figures: Figures) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Instructions of kernels' main loops, without a GPU.")
-    parser.add_argument("--only", choices=["attention", "experts"], help="default: both")
+    parser.add_argument("--only", choices=["attention", "latents", "experts"], help="default: all")
     parser.add_argument("--chips", type=int, nargs="+", default=list(SHARED_MEMORY), choices=list(SHARED_MEMORY))
     parser.add_argument("--json", type=Path, help="write the rows to files, FILE_attention.json and FILE_experts.json")
     options = parser.parse_args()
-    kinds = {"attention": measure, "experts": measure_experts}
+    kinds = {"attention": measure, "latents": measure_latents, "experts": measure_experts}
     for kind, measured in kinds.items():
         if options.only in (None, kind):
             file = options.json and options.json.with_stem(f"{options.json.stem}_{kind}")
