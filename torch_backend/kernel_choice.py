@@ -99,7 +99,8 @@ def choose_kernels(
 ) -> Kernels:
     """Chooses Triton kernels on a GPU, and on a CPU compiled kernels for a model of `form`, cached in `cache_folder`,
     or torch operations. `wanted`: the attention backend. `auto` falls back to torch operations, with a log line, on a
-    CPU without compiled kernels, and for a model with latent attention (`latents`) on a GPU with `fixed`.
+    CPU without compiled kernels, and for a model with latent attention (`latents`) on a GPU with `fixed`, or with latent
+    vectors in 8 bits.
     `fixed`: a token's results must not depend on the other tokens of a step. Raises `ConfigError` for an attention
     backend that the device or the model does not support."""
     known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
@@ -110,7 +111,8 @@ def choose_kernels(
             f"choose {' or '.join(each.value for each in known)}, or auto"
         )
     if latents:
-        name = _for_latents(wanted, device, fixed=fixed)
+        in_8_bits = form.kv_dtype.itemsize == 1 and wanted is not AttentionBackend.SAGE
+        name = _for_latents(wanted, device, fixed=fixed, in_8_bits=in_8_bits and device.type != "cpu")
     if fixed and name in _NOT_FIXED:
         raise ConfigError(
             f"attention_backend {name.value} may depend on the batch, and was asked not to: "
@@ -139,19 +141,21 @@ def choose_kernels(
     return Kernels(computed, name, operations, sampler, states=states)
 
 
-def _for_latents(wanted: AttentionBackend, device: torch.device, *, fixed: bool) -> AttentionBackend:
+def _for_latents(wanted: AttentionBackend, device: torch.device, *, fixed: bool, in_8_bits: bool) -> AttentionBackend:
     """The attention of a model with latent attention. Raises `ConfigError` for one that does not support it."""
     supported = [AttentionBackend.NATIVE, AttentionBackend.REFERENCE]
     if device.type == "cpu":
         supported = [AttentionBackend.NUMBA, *supported]
-    elif not fixed:
+    elif not (fixed or in_8_bits):
         supported = [AttentionBackend.TRITON, *supported]
     elif wanted is AttentionBackend.AUTO:
-        logger.info("Latent attention is computed by torch operations: its kernel depends on the batch")
+        reason = "its kernel depends on the batch" if fixed else "it has no kernel for 8 bits yet"
+        logger.info("Latent attention is computed by torch operations: %s", reason)
     if wanted is AttentionBackend.AUTO:
         return supported[0]
     if wanted not in supported:
         in_this_mode = ", where results must not depend on the batch" if fixed and device.type != "cpu" else ""
+        in_this_mode = " with latent vectors in 8 bits" if in_8_bits else in_this_mode
         raise ConfigError(
             f"attention_backend {wanted.value} does not support latent attention on {device.type}{in_this_mode}: "
             f"choose {supported[0].value}, or auto"

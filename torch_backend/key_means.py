@@ -76,7 +76,8 @@ def give_key_means(
 
 def _like(pages: KVPages, num_pages: int, dtype: torch.dtype) -> KVPages:
     _, kv_heads, page_size, head_dim = pages.keys.shape
-    return KVPages.allocate(num_pages, kv_heads, page_size, head_dim, dtype, pages.keys.device)
+    device, shared = pages.keys.device, pages.shared
+    return KVPages.allocate(num_pages, kv_heads, page_size, head_dim, dtype, device, shared=shared)
 
 
 def calibration_batch(config: ModelConfig, page_size: int, max_context: int, device: torch.device) -> ForwardBatch:

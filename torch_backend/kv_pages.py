@@ -15,11 +15,14 @@ from torch_backend import host_memory
 from torch_backend.recurrent.rows import States
 
 LARGEST_INT8 = 127.0
+LARGEST_FLOAT8 = 448.0
+"""Of float8_e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVForm:
-    """Dtypes of stored keys and values. int8 ones have a float32 scale for each token and kv head."""
+    """Dtypes of stored keys and values. int8 ones have a float32 scale for each token and kv head; latent vectors in
+    int8 or float8 have two for each token (`LatentScales`)."""
 
     keys: torch.dtype
     values: torch.dtype
@@ -36,7 +39,8 @@ class KVForm:
 
         def of_head(array: CachedArray) -> int:
             dtype = self.of(array)
-            return array.width * dtype.itemsize + (4 if dtype == torch.int8 else 0)
+            in_8_bits = len(array.parts) if array.parts else int(dtype == torch.int8)
+            return array.width * dtype.itemsize + (4 * in_8_bits if dtype.itemsize == 1 else 0)
 
         return sum((array.heads or 1) * of_head(array) for array in arrays)
 
@@ -67,6 +71,49 @@ class TokenScales:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentScales:
+    """Scales of one layer's latent vectors and rotated keys in int8 or float8: two for each token, since their ranges
+    differ. They depend only on the token, so that a page's content does not depend on which request wrote it, or when.
+
+    - `values`: float32 `[num_pages, 2, page_size]`, first those of latent vectors, then those of rotated keys: the
+      largest magnitude divided by the largest number of the dtype. 0 for a part whose numbers are all 0, and not finite
+      for one that has numbers which are not.
+    - `parts`: the sizes of a latent vector and of a rotated key.
+    """
+
+    values: torch.Tensor
+    parts: tuple[int, ...]
+
+    def gather(self, stored: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """The numbers in `pages`, int64 `[..., P]`, of `stored` `[num_pages, 1, page_size, width]`, in order: float32
+        `[..., P * page_size, width]`."""
+        # Indexed as bytes, because few devices index float8.
+        found = stored.view(torch.uint8)[pages].view(stored.dtype).squeeze(-3)
+        return self.widen(found, self.values[pages].transpose(-1, -2)).flatten(-3, -2)
+
+    def widen(self, stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The numbers `stored` `[..., width]` in 8 bits, with `scales` `[..., 2]`: float32 `[..., width]`."""
+        parts = torch.split(stored.float(), list(self.parts), dim=-1)
+        return torch.cat([part * scales[..., number, None] for number, part in enumerate(parts)], dim=-1)
+
+    def write(self, stored: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> None:
+        """Rounds `rows` `[T, width]` to the dtype of `stored` `[num_pages, 1, page_size, width]`, and writes them and
+        their scales at (page, offset)."""
+        integers = stored.dtype == torch.int8
+        largest = LARGEST_INT8 if integers else LARGEST_FLOAT8
+        scales, levels = [], []
+        for part in torch.split(rows.float(), list(self.parts), dim=-1):
+            scale = part.abs().amax(-1) / largest
+            scaled = (part / torch.where(scale == 0.0, 1.0, scale)[:, None]).nan_to_num(0.0).clamp(-largest, largest)
+            scales.append(scale)
+            levels.append(scaled.round() if integers else scaled)
+        # float8 is written as bytes, because few devices index it.
+        narrow = torch.cat(levels, dim=-1).to(stored.dtype).view(torch.uint8)
+        stored.view(torch.uint8)[:, 0].index_put_(slots, narrow)
+        self.values.transpose(1, 2).index_put_(slots, torch.stack(scales, dim=-1))
+
+
+@dataclass(frozen=True, slots=True)
 class KVPages:
     """Keys and values of one layer, in pages; padding writes to page 0.
 
@@ -75,6 +122,7 @@ class KVPages:
     - `key_scale`, `value_scale`: float32 `[kv_heads]`, only for float8 pages: values are stored divided by their head's
       scale, and a read multiplies by it.
     - `token_scales`: of int8 keys, and of values if these are int8 too.
+    - `latent_scales`: of latent vectors in int8 or float8, which have none of the others.
     """
 
     keys: torch.Tensor
@@ -82,6 +130,7 @@ class KVPages:
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
     token_scales: TokenScales | None = None
+    latent_scales: LatentScales | None = None
 
     @property
     def page_size(self) -> int:
@@ -113,14 +162,18 @@ class KVPages:
         device: torch.device,
         *,
         shared: bool = False,
+        parts: tuple[int, ...] = (),
     ) -> KVPages:
         """Allocates zeroed pages with the dtypes of a form, or one dtype; scales of float8 pages are 1. `shared`:
-        values are the keys, as in latent attention, which is not stored in 8 bits."""
+        values are the keys, as in latent attention, whose vectors have these `parts` (see `CachedArray`)."""
         form = form if isinstance(form, KVForm) else KVForm(form, form)
         shape = (num_pages, kv_heads, page_size, head_dim)
         if shared:
             keys = host_memory.zeros(shape, form.keys, device)
-            return cls(keys, keys)
+            if form.keys.itemsize > 1:
+                return cls(keys, keys)
+            scales = host_memory.zeros((num_pages, len(parts), page_size), torch.float32, device)
+            return cls(keys, keys, latent_scales=LatentScales(scales, parts))
         keys, values = (host_memory.zeros(shape, dtype, device) for dtype in (form.keys, form.values))
         if form.keys == torch.int8:
             token_scales = TokenScales.allocate(num_pages, kv_heads, page_size, head_dim, form, device)

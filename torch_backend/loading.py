@@ -68,6 +68,8 @@ class PagedTransformer:
                 yield pool.keys
                 if not pool.shared:
                     yield pool.values
+                if pool.latent_scales is not None:
+                    yield pool.latent_scales.values
 
 
 def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
@@ -195,7 +197,8 @@ def _allocate_main(
     kv = _allocate(model, assembly.pages, config.page_size, backend.device, backend.state_dtypes)
     for number, shard in enumerate(model.shards):
         load_kv_parameters([layer.parts[number] for layer in kv], kv_parameters, shard, factor)
-    if model.kv_form.keys == torch.int8 and not kv_parameters.has(ParameterKind.MEAN):
+    means = any(pool.token_scales is not None for layer in kv for pool in layer.pools)
+    if means and not kv_parameters.has(ParameterKind.MEAN):
         give_key_means(model.model, kv, model.config, dtype=backend.dtype, max_context=assembly.sizes.max_context)
     if config.enable_expert_distribution_metrics:
         kv = _with_counts(kv, model.config, backend.device)
@@ -221,6 +224,12 @@ def _kv_factor(config: EngineConfig, checkpoint: Checkpoint, form: KVForm) -> fl
     """The factor for the checkpoint's KV scales: see `kv_scale_factor`. None for int8 keys, which have a scale per
     token, and a mean that the checkpoint may contain. Raises `CheckpointError` for scales and means that cannot be
     used."""
+    if form.keys.itemsize == 1 and checkpoint.config.keeps_latents:
+        logger.info(
+            "Latent vectors are stored in %s with two scales per token",
+            config.kv_cache_dtype.value,
+        )
+        return None
     if form.keys != torch.int8:
         return kv_scale_factor(checkpoint, config.kv_cache_dtype)
     parameters = checkpoint.kv_parameters()
@@ -288,7 +297,7 @@ def _allocate(
                 if heads not in pools:
                     keys, *values = shard.cached(layer.attention.cached)
                     shape = num_pages[group], keys.heads or 1, page_size, keys.width
-                    pools[heads] = KVPages.allocate(*shape, form, device, shared=not values)
+                    pools[heads] = KVPages.allocate(*shape, form, device, shared=not values, parts=keys.parts)
                 pages = pools[heads]
             parts.append(LayerMemory(pages, states))
         return LayerMemory(shards=tuple(parts)) if model.in_shards else parts[0]

@@ -24,6 +24,7 @@ from sglang_jax.models.parameters import matrices_as_stored
 from sglang_jax.runner.assembly import Assembly, Models, check_room, describe, open_models, open_replacement, settle
 from sglang_jax.runner.kv_scales import kv_scale_factor
 from sglang_jax.runner.plan import RunnerSpec
+from sglang_jax.runner.sizing import refuse_with_latents
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     """A runner on the first `config.tp_size` devices of `config.device`. It chooses sizes before it reads weights, and
     builds programs while it reads them. Raises as `create_runner`."""
     use_compilation_cache(config.cache_address())
+    refuse_with_latents(config, checkpoint.config)
     models = open_models(config, checkpoint)
     backend = JaxBackend.choose(config, models)
     assembly: Assembly[UnloadedModel] = settle(config, models, backend)

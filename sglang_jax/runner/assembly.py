@@ -34,7 +34,6 @@ from sglang_jax.runner.sizing import (
     pages_in_memory,
     pool_specs,
     refuse_ranks,
-    refuse_with_latents,
     refuse_with_states,
 )
 
@@ -62,7 +61,6 @@ def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
     """The models of a runner. Raises `ConfigError` for options that the model does not support, or that exclude each
     other; `CheckpointError` for a draft model that cannot be read."""
     refuse_with_states(config, checkpoint.config)
-    refuse_with_latents(config, checkpoint.config)
     refuse_ranks(config, checkpoint.config)
     refuse_without_experts(config, checkpoint.config)
     refuse_with_determinism(config, checkpoint.config)

@@ -52,14 +52,16 @@ def row(family: Family) -> list[str]:
         f"`{family.class_name}`",
         ", ".join(kinds_of_cache(model)),
         "" if family.gguf is None else f"`{family.gguf.name}`",
-        answer(_refuse_8_bits, EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
+        support_for_8_bits(EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
         "yes" if model.causal and not model.keeps_states else "no",
     ]
 
 
-def _refuse_8_bits(config: EngineConfig, model: ModelConfig) -> None:
-    refuse_with_states(config, model)
-    refuse_with_latents(config, model)
+def support_for_8_bits(config: EngineConfig, model: ModelConfig) -> str:
+    """Which backends store keys and values in 8 bits."""
+    if answer(refuse_with_states, config, model) == "no":
+        return "no"
+    return "Torch" if answer(refuse_with_latents, config, model) == "no" else "yes"
 
 
 def answer(refuse: Callable[[EngineConfig, ModelConfig], None], config: EngineConfig, model: ModelConfig) -> str:

@@ -282,6 +282,15 @@ class TestKernels:
         with pytest.raises(ConfigError, match=r"cuda, where results must not depend on the batch: choose native"):
             choose(AttentionBackend.TRITON, GPU, latents=True, fixed=True)
 
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+    def test_of_a_gpu_for_latent_vectors_in_8_bits(self, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+        form = replace(FORM, kv_dtype=dtype)
+        with caplog.at_level("INFO"):
+            assert isinstance(choose(AttentionBackend.AUTO, GPU, form, latents=True).attention, NativeAttention)
+        assert "Latent attention is computed by torch operations" in caplog.text
+        with pytest.raises(ConfigError, match="cuda with latent vectors in 8 bits: choose native, or auto"):
+            choose(AttentionBackend.TRITON, GPU, form, latents=True)
+
     @pytest.mark.parametrize(
         ("wanted", "latents", "attention"),
         [

@@ -176,7 +176,6 @@ def test_impossible_options_are_refused_before_weights_are_read(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8: latent attention caches one short vector of a token"),
         (
             {"attention_backend": "numba"},
             "attention_backend numba has no kernels: they support latent vectors of multiples of 32 numbers in "

@@ -215,6 +215,9 @@ def _together(items: list[tuple[int, int, int, int]], device: torch.device) -> _
 def _gather(kv: KVPages, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of `pages` `[n, p]`: float32 `[n, kv_heads, p * page_size, head_dim]`, scales and means
     applied."""
+    if kv.latent_scales is not None:
+        found = kv.latent_scales.gather(kv.keys, pages)[:, None]
+        return found, found
     keys = _of_pages(kv.keys, pages, kv.key_scale)
     values = keys if kv.shared else _of_pages(kv.values, pages, kv.value_scale)
     if kv.token_scales is None:

@@ -55,7 +55,7 @@ def _attend_sequence(
     for column in range(0, -(-length // kv.page_size), columns):
         first = column * kv.page_size
         # Slots after the sequence's end may be NaN.
-        cached = kv.keys[pages[column : column + columns].long(), 0].flatten(0, 1)[: length - first]
+        cached = _gather(kv, pages[column : column + columns].long(), queries.dtype)[: length - first]
         keys, values = (part.to(by_head.dtype) for part in _expand(cached, options.latents))
         places = torch.arange(first, first + len(cached), device=queries.device)
         for start in range(max(first - before, 0), len(queries), _QUERIES_PER_BLOCK):
@@ -66,6 +66,13 @@ def _attend_sequence(
                 scores.masked_fill_(places > positions[:, None], -torch.inf)
             softmax.add(block, scores, values)
     return softmax.result().transpose(0, 1).to(queries.dtype)
+
+
+def _gather(kv: KVPages, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Vectors of `pages` `[P]` in order: `[P * page_size, width]`, in `dtype` if they are stored in 8 bits."""
+    if kv.latent_scales is None:
+        return kv.keys[pages, 0].flatten(0, 1)
+    return kv.latent_scales.gather(kv.keys, pages).to(dtype)
 
 
 def _expand(cached: torch.Tensor, heads: LatentHeads) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,7 +71,7 @@ class NativeStep:
 
     def _plans_of(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> list[_Plan | ExpandedPlan]:
         # 8-bit keys and values are widened to float32, to avoid another rounding.
-        dtype = queries.dtype if kv.key_scale is None and kv.token_scales is None else torch.float32
+        dtype = queries.dtype if kv.keys.dtype.itemsize > 1 else torch.float32
         explicit = options.soft_cap is not None or options.sinks is not None or kv.token_scales is not None
         expands_from = None if options.latents is None else options.latents.expands_from
         form = _Form(kv.keys.shape, dtype, options.window, explicit, expands_from)

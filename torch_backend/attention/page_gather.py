@@ -6,7 +6,7 @@ import torch
 
 from torch_backend.attention.page_groups import SequenceGroup
 from torch_backend.batch import ForwardBatch
-from torch_backend.kv_pages import KVPages, TokenScales
+from torch_backend.kv_pages import KVPages, LatentScales, TokenScales
 
 
 class PageGather:
@@ -32,6 +32,9 @@ class PageGather:
         """`[sequences * kv_heads, 1, longest, head_dim]` each, 0 after a sequence's end and before the window of its
         first query. float8 and int8 are converted to float32; int8 keys are not scaled, see `key_scales`."""
         keys = self._gather(kv.keys, kv.key_scale, self._keys)
+        if kv.latent_scales is not None:
+            keys = kv.latent_scales.widen(keys, self._latent_scales(kv.latent_scales))
+            return keys, keys
         values = keys if kv.shared else self._gather(kv.values, kv.value_scale, self._values)
         if kv.token_scales is None:
             return keys, values
@@ -50,15 +53,22 @@ class PageGather:
             gathered.view(-1).index_fill_(0, self._unused, 0.0)
         return gathered.view(self._sequences * pages.shape[1], 1, -1)[:, :, : self._longest]
 
+    def _latent_scales(self, scales: LatentScales) -> torch.Tensor:
+        """`[sequences, 1, longest, 2]`, 0 where keys are 0."""
+        gathered = scales.values[self._index].transpose(1, 2).flatten(0, 1)
+        if self._unused is not None:
+            gathered.index_fill_(0, self._unused, 0.0)
+        return gathered.view(self._sequences, 1, -1, 2)[:, :, : self._longest]
+
     def _gather(self, pages: torch.Tensor, scale: torch.Tensor | None, buffer: _Buffer) -> torch.Tensor:
         stored = pages.view(-1, self._row)
-        if scale is not None:  # copied as bytes, because few devices index float8
+        if pages.dtype == torch.float8_e4m3fn:  # copied as bytes, because few devices index float8
             stored = stored.view(torch.uint8)
         torch.index_select(stored, 0, self._index, out=buffer.rows)
         if self._unused is not None:
             buffer.slots.index_fill_(0, self._unused, 0)
         if scale is None:
-            return buffer.seen
+            return buffer.seen.view(pages.dtype)
         scales = scale.repeat(self._sequences)[:, None, None, None]
         return buffer.seen.view(pages.dtype).float() * scales
 

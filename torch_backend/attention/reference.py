@@ -44,6 +44,9 @@ class ReferenceStep:
 
 def gather_pages(kv: KVPages, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of `pages` `[P]` in order: float32 `[kv_heads, P * page_size, head_dim]`, scales applied."""
+    if kv.latent_scales is not None:
+        found = kv.latent_scales.gather(kv.keys, pages.long())[None]
+        return found, found
     if kv.token_scales is not None:
         return _gather_integers(kv, kv.token_scales, pages.long())
     gathered = []

@@ -68,7 +68,10 @@ class LatentAttention(Loadable):
         rotated = rotate(together.to(torch.float32, copy=True), own.rotation).to(x.dtype)
         rows = torch.cat((self.latent_norm(latent.contiguous()), rotated[:, heads]), dim=-1)
         slots = (own.write_slots // kv.page_size, own.write_slots % kv.page_size)
-        kv.keys.transpose(1, 2).index_put_(slots, rows[:, None].to(kv.keys.dtype))
+        if kv.latent_scales is None:
+            kv.keys.transpose(1, 2).index_put_(slots, rows[:, None].to(kv.keys.dtype))
+        else:
+            kv.latent_scales.write(kv.keys, slots, rows)
         queries = torch.cat((plain.reshape(tokens, heads, -1), rotated[:, :heads]), dim=-1)
         attended = own.attention(queries, kv, self._attention_options())
         output: torch.Tensor = self.output(attended.reshape(tokens, -1))

@@ -74,7 +74,8 @@ class LatentAttentionConfig:
     @property
     def cached(self) -> tuple[CachedArray, ...]:
         """The array that is cached of each token: the latent vector, followed by the rotated key."""
-        return (CachedArray("latent", None, self.latent + self.rotary_dim),)
+        parts = self.latent, self.rotary_dim
+        return (CachedArray("latent", None, sum(parts), parts),)
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
         inputs, axes, query = (hidden,), HIDDEN, Part.QUERY
@@ -103,7 +104,7 @@ class LatentAttentionConfig:
         yield from linear(Part.OUTPUT, *outputs)
 
     def optional(self) -> Iterator[Declared]:
-        """Yields nothing: see `AttentionConfig`. There are no 8-bit caches of latent vectors."""
+        """Yields nothing: see `AttentionConfig`. An 8-bit cache computes its scales."""
         yield from ()
 
     def sharded(self, over: Parallelism) -> LatentAttentionConfig:

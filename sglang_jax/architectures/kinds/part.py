@@ -70,11 +70,13 @@ class Declared:
 @dataclass(frozen=True, slots=True)
 class CachedArray:
     """An array that attention caches in pages. Shape per token: `[heads, width]`, sharded by heads; or, if `heads` is
-    None, `[width]`, replicated on every device. Recurrent states have `recurrent.StateArray`."""
+    None, `[width]`, replicated on every device. `parts`: the sizes of its parts, each of which has a scale of its own
+    in 8 bits; none for an array with heads. Recurrent states have `recurrent.StateArray`."""
 
     name: str
     heads: int | None
     width: int
+    parts: tuple[int, ...] = ()
 
     def numbers(self, devices: int = 1) -> int:
         """Numbers per token on each of `devices`."""
