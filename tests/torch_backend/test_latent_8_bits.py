@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.latent_steps import LATENTS, Numbers, expanded_in_float64, make_latent_step
+from helpers.plan_driver import PlanDriver
 from helpers.tiny_models import make_tiny_checkpoint
 from ml_dtypes import float8_e4m3fn
 from transformers import AutoModelForCausalLM
 
 from sglang_jax import Engine
+from sglang_jax.checkpoint.opening import open_checkpoint
+from sglang_jax.config import EngineConfig
+from torch_backend import create_runner
 from torch_backend.attention.fixed import BlockAttention
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, LatentHeads
 from torch_backend.attention.native import NativeAttention
@@ -249,3 +254,30 @@ def test_requests_with_and_without_a_cached_prefix(stored: str, changes: dict[st
     differences = np.abs(np.array(found[0][1]) - expected)
     assert differences.mean() < (0.02 if stored == "int8" else 0.15), differences
     assert differences.mean() > 1e-5, "latent vectors are in 8 bits"
+
+
+def test_released_memory_includes_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[KVPages] = []
+    allocate_pages = KVPages.allocate
+
+    def allocate_and_keep(*arguments: Any, **named: Any) -> KVPages:
+        pools.append(allocate_pages(*arguments, **named))
+        return pools[-1]
+
+    monkeypatch.setattr(KVPages, "allocate", allocate_and_keep)
+    folder = make_tiny_checkpoint(tmp_path, "deepseek_v3")
+    values = {"model_path": str(folder), "device": "cpu", "kv_cache_dtype": "int8", "max_total_tokens": 256}
+    config = EngineConfig.model_validate(values)
+    runner = create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=0))
+    driver = PlanDriver(runner)
+    prompt = list(range(5, 25))
+    request = driver.admit(prompt)
+    before = driver.generate(request, 4)
+    driver.release(request)
+    arrays = [each for pool in pools if pool.latent_scales for each in (pool.keys, pool.latent_scales.values)]
+    assert runner.report().kv_bytes == sum(each.untyped_storage().nbytes() for each in arrays)
+    runner.release_memory(weights=False, kv=True)
+    assert sum(each.untyped_storage().nbytes() for each in arrays) == 0
+    runner.resume_memory(weights=False, kv=True)
+    assert driver.generate(driver.admit(prompt), 4) == before
+    runner.close()
