@@ -408,7 +408,7 @@ def test_the_file_says_which_layers_of_glm_have_experts(tmp_path: Path) -> None:
 
 def test_a_token_caches_one_vector_for_any_number_of_heads(tmp_path: Path) -> None:
     found = configured(tmp_path, RELEASED["DeepSeek-V3"]).attention[0]
-    assert found.cached == (CachedArray("latent", None, 512 + 64),)
+    assert found.cached == (CachedArray("latent", None, 512 + 64, (512, 64)),)
     assert [found.cached[0].numbers(devices) for devices in (1, 8)] == [576, 576]
     assert found.products_per_key == 128 * (512 + 64) + 128 * 512, "for scores and for values"
     assert found.sharded(Parallelism(64)) == found
