@@ -99,10 +99,9 @@ def choose_kernels(
 ) -> Kernels:
     """Chooses Triton kernels on a GPU, and on a CPU compiled kernels for a model of `form`, cached in `cache_folder`,
     or torch operations. `wanted`: the attention backend. `auto` falls back to torch operations, with a log line, on a
-    CPU without compiled kernels, and for a model with latent attention (`latents`) on a GPU with `fixed`, or with latent
-    vectors in 8 bits.
-    `fixed`: a token's results must not depend on the other tokens of a step. Raises `ConfigError` for an attention
-    backend that the device or the model does not support."""
+    CPU without compiled kernels, and for a model with latent attention (`latents`) on a GPU with `fixed`. `fixed`: a
+    token's results must not depend on the other tokens of a step. Raises `ConfigError` for an attention backend that
+    the device or the model does not support."""
     known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
     name = known[0] if wanted is AttentionBackend.AUTO else wanted
     if name not in known:
@@ -111,8 +110,7 @@ def choose_kernels(
             f"choose {' or '.join(each.value for each in known)}, or auto"
         )
     if latents:
-        in_8_bits = form.kv_dtype.itemsize == 1 and wanted is not AttentionBackend.SAGE
-        name = _for_latents(wanted, device, fixed=fixed, in_8_bits=in_8_bits and device.type != "cpu")
+        name = _for_latents(wanted, device, fixed=fixed)
     if fixed and name in _NOT_FIXED:
         raise ConfigError(
             f"attention_backend {name.value} may depend on the batch, and was asked not to: "
@@ -141,21 +139,19 @@ def choose_kernels(
     return Kernels(computed, name, operations, sampler, states=states)
 
 
-def _for_latents(wanted: AttentionBackend, device: torch.device, *, fixed: bool, in_8_bits: bool) -> AttentionBackend:
+def _for_latents(wanted: AttentionBackend, device: torch.device, *, fixed: bool) -> AttentionBackend:
     """The attention of a model with latent attention. Raises `ConfigError` for one that does not support it."""
     supported = [AttentionBackend.NATIVE, AttentionBackend.REFERENCE]
     if device.type == "cpu":
         supported = [AttentionBackend.NUMBA, *supported]
-    elif not (fixed or in_8_bits):
+    elif not fixed:
         supported = [AttentionBackend.TRITON, *supported]
     elif wanted is AttentionBackend.AUTO:
-        reason = "its kernel depends on the batch" if fixed else "it has no kernel for 8 bits yet"
-        logger.info("Latent attention is computed by torch operations: %s", reason)
+        logger.info("Latent attention is computed by torch operations: its kernel depends on the batch")
     if wanted is AttentionBackend.AUTO:
         return supported[0]
     if wanted not in supported:
         in_this_mode = ", where results must not depend on the batch" if fixed and device.type != "cpu" else ""
-        in_this_mode = " with latent vectors in 8 bits" if in_8_bits else in_this_mode
         raise ConfigError(
             f"attention_backend {wanted.value} does not support latent attention on {device.type}{in_this_mode}: "
             f"choose {supported[0].value}, or auto"

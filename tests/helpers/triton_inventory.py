@@ -107,6 +107,8 @@ REPRESENTATIVE = (
     "latent_attention: bfloat16, 128 heads, 512 + 64, pages of 16: ",
     "latent_attention: bfloat16, 16 heads, 512 + 64, pages of 16: ",
     "latent_attention of chunks: bfloat16, 16 heads, 512 + 64, pages of 16: ",
+    "latent_attention: bfloat16, 128 heads, 512 + 64, float8_e4m3fn pages of 16: ",
+    "latent_attention of chunks: bfloat16, 16 heads, 512 + 64, int8 pages of 16: ",
     "latent_attention of short chunks: bfloat16, 128 heads, 512 + 64, pages of 16: ",
     "extend_attention: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "extend_attention: bfloat16, head_dim 256, group 4, float8_e4m3fn pages of 1: ",
@@ -404,29 +406,34 @@ def _latents() -> Iterator[ShippedKernel]:
             yield from _latent_attention(heads, 512, 64, dtype)
     for page_size in (1, 64):
         yield from _latent_attention(128, 512, 64, bfloat16, page_size)
+    for pages in (torch.int8, torch.float8_e4m3fn):
+        for heads in (16, 128):
+            yield from _latent_attention(heads, 512, 64, bfloat16, pages=pages)
 
 
 def _latent_attention(
-    heads: int, latent: int, rotary: int, dtype: torch.dtype, page_size: int = 16
+    heads: int, latent: int, rotary: int, dtype: torch.dtype, page_size: int = 16, pages: torch.dtype | None = None
 ) -> Iterator[ShippedKernel]:
     """Of decode rows, and of prompts: short chunks are cut into splits, and long ones are not."""
 
     def launch(tokens: int, rows: int, chip: Chip, *, decode: bool) -> None:
         queries, output = _empty(dtype, tokens, heads, latent + rotary), _empty(dtype, tokens, heads, latent)
-        kv = KVPages.allocate(2, 1, page_size, latent + rotary, dtype, _META, shared=True)
+        kv = KVPages.allocate(2, 1, page_size, latent + rotary, stored, _META, shared=True, parts=(latent, rotary))
         kv_lens, starts = (torch.empty(count, dtype=torch.int32, device=_META) for count in (rows, rows + 1))
         page_table = torch.empty(rows, _LONGEST // page_size, dtype=torch.int32, device=_META)
-        sizes = (_LONGEST, heads, latent, dtype, chip)
+        sizes = (_LONGEST, heads, latent, stored, chip)
         if decode:
             plan = plan_latent_decode(kv_lens, rows, *sizes)
         else:
             plan = plan_latent_chunks(starts, kv_lens, 0, tokens, *sizes)
         latent_attention(queries, kv, page_table, kv_lens, AttentionOptions(0.1), plan, output, chip)
 
-    words = f"{_name(dtype)}, {heads} heads, {latent} + {rotary}, pages of {page_size}"
+    stored = pages or dtype
+    in_pages = "pages" if pages is None else _pages(pages)
+    words = f"{_name(dtype)}, {heads} heads, {latent} + {rotary}, {in_pages} of {page_size}"
     yield ShippedKernel("latent_attention", words, partial(launch, _ROWS, _ROWS, decode=True))
     yield ShippedKernel("latent_attention of chunks", words, partial(launch, _PROMPT_TOKENS, 1, decode=False))
-    if page_size == 16 and dtype == torch.bfloat16:
+    if page_size == 16 and dtype == torch.bfloat16 and pages is None:
         yield ShippedKernel("latent_attention of short chunks", words, partial(launch, _SHORT_CHUNK, 1, decode=False))
 
 

@@ -17,7 +17,7 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.runner import this_machine
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.fixed import BlockAttention, ChunksOnly
-from torch_backend.attention.interface import HeadForm
+from torch_backend.attention.interface import HeadForm, LatentForm
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.attention.triton import TritonAttention
@@ -283,13 +283,14 @@ class TestKernels:
             choose(AttentionBackend.TRITON, GPU, latents=True, fixed=True)
 
     @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-    def test_of_a_gpu_for_latent_vectors_in_8_bits(self, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
-        form = replace(FORM, kv_dtype=dtype)
+    def test_for_latent_vectors_in_8_bits(self, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+        form = CpuForm(torch.float32, dtype, (), latents=(LatentForm(4, 32, 32),))
+        assert isinstance(choose(AttentionBackend.AUTO, GPU, form, latents=True).attention, TritonAttention)
         with caplog.at_level("INFO"):
-            assert isinstance(choose(AttentionBackend.AUTO, GPU, form, latents=True).attention, NativeAttention)
-        assert "Latent attention is computed by torch operations" in caplog.text
-        with pytest.raises(ConfigError, match="cuda with latent vectors in 8 bits: choose native, or auto"):
-            choose(AttentionBackend.TRITON, GPU, form, latents=True)
+            assert isinstance(choose(AttentionBackend.AUTO, CPU, form, latents=True).attention, NativeAttention)
+        assert "Torch operations instead of CPU kernels" in caplog.text
+        with pytest.raises(ConfigError, match="numba has no kernels: they support"):
+            choose(AttentionBackend.NUMBA, CPU, form, latents=True)
 
     @pytest.mark.parametrize(
         ("wanted", "latents", "attention"),

@@ -11,7 +11,7 @@ import helpers.triton_interpreter
 import numpy as np
 import pytest
 import torch
-from helpers.latent_steps import LATENTS, LatentStep, Numbers, make_latent_step
+from helpers.latent_steps import LATENTS, LatentStep, Numbers, expanded_in_float64, make_latent_step
 from helpers.triton_attention import AMPERE, HOPPER
 from helpers.triton_interpreter import shuffled_programs
 from hypothesis import given, settings
@@ -30,6 +30,8 @@ from torch_backend.kv_pages import KVPages
 assert helpers.triton_interpreter  # imported for its side effects
 
 SPLIT = 256
+CPU = torch.device("cpu")
+PARTS = LATENTS.latent, LATENTS.rotary_dim
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 """Fraction of the largest output. Absorbed queries are rounded too."""
 
@@ -43,8 +45,13 @@ def step_of(config: LatentAttentionConfig, kv_lens: tuple[int, ...], dtype: torc
 
 
 def attend(
-    step: LatentStep, config: LatentAttentionConfig, dtype: torch.dtype = torch.float32, chip: Chip = HOPPER
+    step: LatentStep,
+    config: LatentAttentionConfig,
+    dtype: torch.dtype = torch.float32,
+    chip: Chip = HOPPER,
+    kv: KVPages | None = None,
 ) -> torch.Tensor:
+    """`kv`: those of the step, in 8 bits; by default, its pages in `dtype`."""
     batch = ForwardBatch(
         tokens=torch.zeros(len(step.plain), dtype=torch.int32),
         positions=torch.zeros(len(step.plain), dtype=torch.int32),
@@ -59,7 +66,8 @@ def attend(
         torch.from_numpy(part).to(dtype) for part in (step.key_up, step.value_up, step.plain, step.rotated)
     )
     options = AttentionOptions(config.scale, latents=LatentHeads(key_up, value_up, config.expands_from))
-    found = TritonAttention(chip).prepare(batch)(torch.cat((plain, rotated), -1), KVPages(pages, pages), options)
+    kv = KVPages(pages, pages) if kv is None else kv
+    found = TritonAttention(chip).prepare(batch)(torch.cat((plain, rotated), -1), kv, options)
     assert found.dtype == dtype
     assert found.is_contiguous()
     return found
@@ -133,6 +141,32 @@ def mixed_steps(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     decoded = draw(st.integers(0, len(kv_lens)))
     chunks = [draw(st.integers(1, min(length, 20))) for length in kv_lens[decoded:]]
     return tuple(kv_lens), (*[1] * decoded, *chunks)
+
+
+@pytest.mark.parametrize("chip", [HOPPER, AMPERE], ids=["sm_90", "sm_80"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+def test_vectors_in_8_bits(stored: torch.dtype, dtype: torch.dtype, chip: Chip) -> None:
+    """As of the numbers that are stored; the rotated keys are 30 times as large as the latent vectors."""
+    step = step_of(LATENTS, (9, 70, SPLIT + 20, 40), dtype, query_lens=(1, 1, 1, 7))
+    latent, width = LATENTS.latent, LATENTS.latent + LATENTS.rotary_dim
+    numbers = torch.from_numpy(step.pages).float()
+    numbers[..., latent:] *= 30
+    kv = KVPages.allocate(len(numbers), 1, step.pages.shape[1], width, stored, CPU, shared=True, parts=PARTS)
+    assert kv.latent_scales is not None
+    kv.latent_scales.values.fill_(torch.nan)
+    kv.keys.view(torch.uint8).fill_(0x7F)
+    page, offset = torch.nonzero(numbers[..., 0].isfinite(), as_tuple=True)
+    kv.latent_scales.write(kv.keys, (page, offset), numbers[page, offset])
+    rotated = step.rotated / 30
+    found = attend(replace(step, rotated=rotated), LATENTS, dtype, chip, kv).double().numpy()
+    read = kv.latent_scales.gather(kv.keys, torch.from_numpy(step.page_table).long()).double().numpy()
+    rounded = torch.from_numpy(rotated).to(dtype).double().numpy()
+    for row, (start, length) in enumerate(zip(step.query_starts, step.kv_lens, strict=False)):
+        mine = slice(start, step.query_starts[row + 1])
+        asked = step.plain[mine], rounded[mine]
+        expected = expanded_in_float64(LATENTS, *asked, read[row, :length], step.key_up, step.value_up)
+        assert np.abs(found[mine] - expected).max() <= TOLERANCE[dtype] * np.abs(expected).max()
 
 
 @settings(max_examples=10, deadline=None)

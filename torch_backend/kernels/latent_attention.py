@@ -5,7 +5,8 @@ One program attends with a block of queries, heads of a decode row or of a few t
 vector once for keys and values. Keys are cut into splits, as in `decode_attention`, whose plan, partial results and
 merge this uses; with many blocks, each has one split. A key is two parts, the latent vector and the rotated key behind
 it, with a product each, so that neither is padded to the size of both. Heads beyond one block are further programs,
-which find the vectors in the chip's cache.
+which find the vectors in the chip's cache. Vectors in 8 bits are multiplied as they are: the scales of a token multiply
+its scores, and the weights of its value.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from torch_backend.attention.interface import AttentionOptions
-from torch_backend.kernels.attention_tiles import LOG2_E, TRITON_TYPES, check_options, load_pages
+from torch_backend.kernels.attention_tiles import LOG2_E, TRITON_TYPES, check_options, load_pages, readable, widen
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import merge_splits, split_keys
 from torch_backend.kernels.dependent_launch import after_previous
@@ -41,7 +42,8 @@ def latent_attention(
     """Computes attention of the tokens of `plan`, and writes no others; 0 for tokens of sequences without keys. Raises
     `ValueError` for options or shapes that the kernel does not support.
 
-    `queries` `[T, heads, latent + rotary]`, contiguous; `kv`: pages of `latent + rotary` numbers of a token;
+    `queries` `[T, heads, latent + rotary]`, contiguous; `kv`: pages of `latent + rotary` numbers of a token, in 8 bits
+    with `latent_scales`;
     `page_table` int32 `[R, P]`; `kv_lens` int32 `[R]`; `output` `[T, heads, latent]`, contiguous.
     """
     check_options(queries, kv.keys, options)
@@ -59,7 +61,8 @@ def latent_attention(
     programs = min(splits.items.owners.shape[0] * blocks, chip.processors * tile.programs)
     latent_splits[(programs,)](
         queries,
-        kv.keys,
+        readable(kv.keys, chip),
+        None if kv.latent_scales is None else kv.latent_scales.values,
         page_table,
         kv_lens,
         plan.places,
@@ -101,6 +104,7 @@ def latent_attention(
 def latent_splits(
     queries,
     latents,
+    scales,
     page_table,
     kv_lens,
     places,
@@ -163,6 +167,7 @@ def latent_splits(
             tl.minimum(first + length, kv_len),
             page_table + row.to(tl.int64) * table_stride,
             latents,
+            scales,
             scale * LOG2_E,
             LATENT=LATENT,
             LATENT_WIDTH=LATENT_WIDTH,
@@ -236,6 +241,7 @@ def attend_latents(
     last,
     pages,
     latents,
+    scales,
     score_scale,
     LATENT: tl.constexpr,
     LATENT_WIDTH: tl.constexpr,
@@ -250,7 +256,8 @@ def attend_latents(
 
     `queries` `[M, LATENT_WIDTH]` and `rotated` `[M, ROTARY_WIDTH]` of dtype `COMPUTE`, 0 from `LATENT` and `ROTARY` on;
     `positions` `[M]`: the last vector that each sees, None for all; `first`: a multiple of `KEYS`; `pages`: the
-    sequence's row of the page table; `score_scale`: in units of log2(e).
+    sequence's row of the page table; `scales`: see `LatentScales`, None for vectors that are not in 8 bits;
+    `score_scale`: in units of log2(e).
     """
     lanes = tl.arange(0, KEYS)
     dims = tl.arange(0, LATENT_WIDTH)
@@ -262,15 +269,24 @@ def attend_latents(
     for start in range(first, last, KEYS):
         places = start + lanes
         slots = (page.to(tl.int64) * PAGE_SIZE + places % PAGE_SIZE) * (LATENT + ROTARY)
+        if scales is not None:
+            of_tokens = scales + page.to(tl.int64) * (2 * PAGE_SIZE) + places % PAGE_SIZE
+            of_latents = tl.load(of_tokens, mask=places < last, other=0.0)
+            of_rotated = tl.load(of_tokens + PAGE_SIZE, mask=places < last, other=0.0)
         # Page numbers are read one tile ahead: see `attention_tiles.attend`.
         page = load_pages(pages, start + KEYS, last, PAGE_SIZE, KEYS)
         held = (places < last)[:, None]
         at = latents + slots[:, None]
         # Slots after the last vector may be NaN, also as values of weight 0.
-        tile = tl.load(at + dims[None, :], mask=held & (dims < LATENT)[None, :], other=0.0).to(COMPUTE)
-        behind = tl.load(at + LATENT + turned[None, :], mask=held & (turned < ROTARY)[None, :], other=0.0).to(COMPUTE)
+        tile = widen(tl.load(at + dims[None, :], mask=held & (dims < LATENT)[None, :], other=0.0), COMPUTE)
+        behind = tl.load(at + LATENT + turned[None, :], mask=held & (turned < ROTARY)[None, :], other=0.0)
+        behind = widen(behind, COMPUTE)
         scores = tl.dot(queries, tl.trans(tile), input_precision="ieee")
-        scores = tl.dot(rotated, tl.trans(behind), scores, input_precision="ieee")
+        if scales is not None:
+            scores *= of_latents[None, :]
+            scores += tl.dot(rotated, tl.trans(behind), input_precision="ieee") * of_rotated[None, :]
+        else:
+            scores = tl.dot(rotated, tl.trans(behind), scores, input_precision="ieee")
         seen = (places < last)[None, :]
         if positions is not None:
             seen = seen & (places[None, :] <= positions[:, None])
@@ -283,6 +299,11 @@ def attend_latents(
         weights = tl.exp2(scores * score_scale - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
+        if scales is not None:
+            # Larger by a power of two, so that small weights times small scales are numbers of float16.
+            weights *= of_latents[None, :] * 256.0
         weighted = tl.dot(weights.to(COMPUTE), tile, weighted * shrink[:, None], input_precision="ieee")
         largest = new_largest
+    if scales is not None:
+        weighted *= 1.0 / 256.0
     return largest, total, weighted

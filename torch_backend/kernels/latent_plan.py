@@ -64,8 +64,8 @@ def latent_tile(heads: int, pages: torch.dtype, chip: Chip) -> LatentTile:
 
     The sums of values take 512 registers a head, of all threads. Only Hopper's matrix unit has room for 64 heads: with
     the Blackwells' larger form of it, the compiler spills registers, and on others it takes as many instructions as 32
-    heads twice. With 64 heads, 32 keys at a time and two tiles in flight fill the shared memory; with fewer, 64 keys
-    take a quarter fewer instructions each than 32.
+    heads twice. Neither has it if vectors in 8 bits are widened in registers. With 64 heads, 32 keys at a time and two
+    tiles in flight fill the shared memory; with fewer, 64 keys take a quarter fewer instructions each than 32.
     """
     most = _rows_of(pages, chip)
     if pages == torch.float32:
@@ -87,7 +87,7 @@ def chunk_tile(heads: int, pages: torch.dtype, chip: Chip) -> tuple[LatentTile, 
 def _rows_of(pages: torch.dtype, chip: Chip) -> int:
     if pages == torch.float32:
         return 16
-    return 64 if chip.capability == 90 else 32
+    return 64 if chip.capability == 90 and pages.itemsize > 1 else 32
 
 
 def _blocks(heads: int, most: int) -> int:
