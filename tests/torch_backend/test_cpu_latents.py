@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers.cpu_kernels import cpu_latents
 from helpers.family_cases import LATENT, check_family
-from helpers.latent_steps import LATENTS, LatentStep, Numbers, make_latent_step
+from helpers.latent_steps import LATENTS, LatentStep
+from helpers.torch_latents import attend_step, check_errors, torch_step
 from helpers.torch_paged_model import TorchPagedModel
 
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
@@ -20,9 +21,7 @@ from sglang_jax.cpu_kernels.prompt_attention import heads_of_item
 from sglang_jax.cpu_kernels.prompt_tiles import EIGHTS, FOURS, PAIRS, SIXTEENS, Products
 from sglang_jax.cpu_kernels.vectors import supported
 from torch_backend.attention.cpu_latents import CpuLatents
-from torch_backend.attention.interface import AttentionOptions, LatentForm, LatentHeads
-from torch_backend.batch import ForwardBatch
-from torch_backend.kv_pages import KVPages
+from torch_backend.attention.interface import LatentForm
 from torch_backend.layers.row_tiles import TILE_ROWS
 
 SMALL = replace(LATENTS, rotary_dim=32)
@@ -30,14 +29,6 @@ TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 3 * 2**-8}
 """Fraction of the largest output. Absorbed queries are rounded too, and for pairs weights."""
 
 NEEDS_PAIRS = pytest.mark.skipif(not supported(), reason="a processor without products of bfloat16")
-
-
-def step_of(config: LatentAttentionConfig, kv_lens: tuple[int, ...], dtype: torch.dtype, **options: Any) -> LatentStep:
-    def rounded(numbers: Numbers) -> Numbers:
-        return torch.from_numpy(numbers).to(dtype).double().numpy()
-
-    counts = options.pop("query_lens", (1,) * len(kv_lens))
-    return make_latent_step(config, kv_lens, counts, rounded=rounded, **options)
 
 
 def attend(
@@ -50,27 +41,10 @@ def attend(
     tile: int | None = None,
     attention: CpuLatents | None = None,
 ) -> torch.Tensor:
-    batch = ForwardBatch(
-        tokens=torch.zeros(len(step.plain), dtype=torch.int32),
-        positions=torch.zeros(len(step.plain), dtype=torch.int32),
-        write_slots=torch.from_numpy(step.write_slots),
-        page_table=torch.from_numpy(step.page_table),
-        kv_lens=torch.from_numpy(step.kv_lens),
-        query_starts=torch.from_numpy(step.query_starts),
-        num_decode=step.num_decode,
-    )
-    pages = torch.from_numpy(step.pages[:, None]).to(dtype)
-    key_up, value_up, plain, rotated = (
-        torch.from_numpy(part).to(dtype) for part in (step.key_up, step.value_up, step.plain, step.rotated)
-    )
-    heads = LatentHeads(key_up, value_up, config.expands_from if expands else None, tile)
-    options = AttentionOptions(config.scale, latents=heads)
     form = LatentForm(config.num_heads, config.latent, config.rotary_dim)
     attention = attention or cpu_latents(dtype, form, products=products)
-    found = attention.prepare(batch)(torch.cat((plain, rotated), -1), KVPages(pages, pages), options)
-    assert found.dtype == dtype
-    assert found.is_contiguous()
-    return found
+    expands_from = config.expands_from if expands else None
+    return attend_step(attention, step, config, dtype, expands_from=expands_from, tile=tile)
 
 
 def check(
@@ -82,12 +56,8 @@ def check(
     expands: bool = False,
     **options: Any,
 ) -> None:
-    step = step_of(config, kv_lens, dtype, **options)
-    found = attend(step, config, dtype, products, expands=expands).double().numpy()
-    errors = np.abs(found - step.expected).max((1, 2))
-    sizes = np.abs(step.expected).max((1, 2))
-    assert not np.isnan(errors).any()
-    assert (errors <= TOLERANCE[dtype] * sizes).all(), f"errors up to {(errors / sizes).max()}"
+    step = torch_step(config, kv_lens, dtype, **options)
+    check_errors(attend(step, config, dtype, products, expands=expands), step, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +92,7 @@ def test_long_chunks_are_expanded() -> None:
 
 def test_a_token_is_the_same_in_any_chunk_and_batch() -> None:
     lens, counts = (70, 100, 30), (1, 40, 30)
-    step = step_of(SMALL, lens, torch.float32, query_lens=counts)
+    step = torch_step(SMALL, lens, torch.float32, query_lens=counts)
     tile = TILE_ROWS[0]  # of the products with projections
     whole = attend(step, SMALL, tile=tile)
     for row, (first, count) in enumerate(zip(np.cumsum([0, *counts]), counts, strict=False)):
@@ -145,7 +115,7 @@ def test_parts_of_heads_give_the_same_bits() -> None:
     """Items of 16 and of 4 heads."""
     assert heads_of_item(16) == (16, 4)
     config = replace(SMALL, num_heads=16)
-    step = step_of(config, (130, 9, 33), torch.float32, query_lens=(1, 1, 20))
+    step = torch_step(config, (130, 9, 33), torch.float32, query_lens=(1, 1, 20))
     attention = cpu_latents(torch.float32, LatentForm(16, 32, 32))
     (kernels,) = attention._kernels.values()
     found = []
@@ -165,7 +135,7 @@ def test_heads_of_an_item(heads: int, groups: tuple[int, ...]) -> None:
 
 
 def test_padding_is_zero() -> None:
-    step = step_of(SMALL, (40, 30, 9), torch.float32, query_lens=(1, 20, 2))
+    step = torch_step(SMALL, (40, 30, 9), torch.float32, query_lens=(1, 20, 2))
     found = attend(replace(step, kv_lens=np.array([40, 0, 9], np.int32)), SMALL)
     assert not found[1:21].any()
     others = [0, 21, 22]
@@ -173,7 +143,7 @@ def test_padding_is_zero() -> None:
 
 
 def test_what_the_kernels_were_not_made_for_is_refused() -> None:
-    step = step_of(SMALL, (9,), torch.float32)
+    step = torch_step(SMALL, (9,), torch.float32)
     other = cpu_latents(torch.float32, LatentForm(8, 32, 32))
     with pytest.raises(TypeError, match=r"made for LatentForm\(heads=8.* was given LatentForm\(heads=4"):
         attend(step, SMALL, attention=other)

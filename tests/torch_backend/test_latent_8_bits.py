@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.latent_steps import LATENTS, Numbers, expanded_in_float64, make_latent_step
+from helpers.latent_steps import LATENTS, Numbers, expanded_in_float64
 from helpers.plan_driver import PlanDriver
 from helpers.tiny_models import make_tiny_checkpoint
+from helpers.torch_latents import attend_step, torch_step
 from ml_dtypes import float8_e4m3fn
 from transformers import AutoModelForCausalLM
 
@@ -20,10 +21,9 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import EngineConfig
 from torch_backend import create_runner
 from torch_backend.attention.fixed import BlockAttention
-from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, LatentHeads
+from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
-from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVForm, KVPages
 
 CPU = torch.device("cpu")
@@ -122,11 +122,7 @@ def outputs(
     activations: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, Numbers, Numbers]:
     """The actual output of attention; the expected one, over rounded numbers; and that over the original ones."""
-
-    def narrow(numbers: Numbers) -> Numbers:
-        return torch.from_numpy(numbers).to(activations).double().numpy()
-
-    step = make_latent_step(LATENTS, kv_lens, query_lens, rounded=narrow)
+    step = torch_step(LATENTS, kv_lens, activations, query_lens)
     kv = allocate(len(step.pages), step.pages.shape[1], dtype)
     flat = step.pages.reshape(-1, sum(PARTS)).copy()
     flat[:, PARTS[0] :] *= 4
@@ -142,23 +138,7 @@ def outputs(
         for name, cached in numbers.items():
             queries = step.plain[own], step.rotated[own]
             expected[name].append(expanded_in_float64(LATENTS, *queries, cached[slots], step.key_up, step.value_up))
-    batch = ForwardBatch(
-        tokens=torch.zeros(len(step.plain), dtype=torch.int32),
-        positions=torch.from_numpy(
-            np.concatenate([np.arange(k - q, k) for k, q in zip(kv_lens, query_lens, strict=True)]).astype(np.int32)
-        ),
-        write_slots=torch.from_numpy(step.write_slots),
-        page_table=torch.from_numpy(step.page_table),
-        kv_lens=torch.from_numpy(step.kv_lens),
-        query_starts=torch.from_numpy(step.query_starts),
-        num_decode=step.num_decode,
-    )
-    key_up, value_up, plain, rotated = (
-        torch.from_numpy(part).to(activations) for part in (step.key_up, step.value_up, step.plain, step.rotated)
-    )
-    options = AttentionOptions(LATENTS.scale, latents=LatentHeads(key_up, value_up, least))
-    with torch.inference_mode():
-        found = implementation.prepare(batch)(torch.cat((plain, rotated), dim=-1), kv, options)
+    found = attend_step(implementation, step, LATENTS, activations, expands_from=least, kv=kv)
     return found, np.concatenate(expected["rounded"]), np.concatenate(expected["plain"])
 
 

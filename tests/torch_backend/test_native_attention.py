@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.latent_steps import LATENTS, Numbers, make_latent_step
+from helpers.latent_steps import LATENTS, Numbers
 from helpers.torch_attention_steps import Case, error, make_step
+from helpers.torch_latents import attend_step, torch_step
 
 from torch_backend.attention import latent
 from torch_backend.attention.fixed import BlockAttention
-from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, LatentHeads
+from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
-from torch_backend.batch import ForwardBatch
-from torch_backend.kv_pages import KVPages
 
 IMPLEMENTATIONS = [ReferenceAttention(), NativeAttention()]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -135,30 +134,8 @@ def latent_outputs(
     **options: Any,
 ) -> tuple[Numbers, Numbers]:
     """The actual and the expected output of attention."""
-
-    def rounded(numbers: Numbers) -> Numbers:
-        return torch.from_numpy(numbers).to(dtype).double().numpy()
-
-    step = make_latent_step(LATENTS, kv_lens, query_lens, rounded=rounded, **options)
-    pages = torch.from_numpy(step.pages[:, None]).to(dtype)
-    batch = ForwardBatch(
-        tokens=torch.zeros(len(step.plain), dtype=torch.int32),
-        positions=torch.zeros(len(step.plain), dtype=torch.int32),
-        write_slots=torch.from_numpy(step.write_slots),
-        page_table=torch.from_numpy(step.page_table),
-        kv_lens=torch.from_numpy(step.kv_lens),
-        query_starts=torch.from_numpy(step.query_starts),
-        num_decode=step.num_decode,
-    )
-    key_up, value_up, plain, rotated = (
-        torch.from_numpy(part).to(dtype) for part in (step.key_up, step.value_up, step.plain, step.rotated)
-    )
-    options = AttentionOptions(LATENTS.scale, latents=LatentHeads(key_up, value_up, least))
-    with torch.inference_mode():
-        prepared = (implementation or NativeAttention()).prepare(batch)
-        found = prepared(torch.cat((plain, rotated), dim=-1), KVPages(pages, pages), options)
-    assert found.dtype == dtype
-    assert found.is_contiguous()
+    step = torch_step(LATENTS, kv_lens, dtype, query_lens, **options)
+    found = attend_step(implementation or NativeAttention(), step, LATENTS, dtype, expands_from=least)
     return found.double().numpy(), step.expected
 
 

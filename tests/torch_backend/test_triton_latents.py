@@ -11,16 +11,16 @@ import helpers.triton_interpreter
 import numpy as np
 import pytest
 import torch
-from helpers.latent_steps import LATENTS, LatentStep, Numbers, expanded_in_float64, make_latent_step
+from helpers.latent_steps import LATENTS, LatentStep, expanded_in_float64
+from helpers.torch_latents import attend_step, check_errors, torch_step
 from helpers.triton_attention import AMPERE, HOPPER
 from helpers.triton_interpreter import shuffled_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
-from torch_backend.attention.interface import AttentionOptions, LatentHeads
+from torch_backend.attention.interface import AttentionOptions
 from torch_backend.attention.triton import TritonAttention
-from torch_backend.batch import ForwardBatch
 from torch_backend.kernels import latent_plan
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.latent_attention import latent_attention
@@ -36,14 +36,6 @@ TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 """Fraction of the largest output. Absorbed queries are rounded too."""
 
 
-def step_of(config: LatentAttentionConfig, kv_lens: tuple[int, ...], dtype: torch.dtype, **options: Any) -> LatentStep:
-    def rounded(numbers: Numbers) -> Numbers:
-        return torch.from_numpy(numbers).to(dtype).double().numpy()
-
-    counts = options.pop("query_lens", (1,) * len(kv_lens))
-    return make_latent_step(config, kv_lens, counts, rounded=rounded, **options)
-
-
 def attend(
     step: LatentStep,
     config: LatentAttentionConfig,
@@ -51,26 +43,7 @@ def attend(
     chip: Chip = HOPPER,
     kv: KVPages | None = None,
 ) -> torch.Tensor:
-    """`kv`: those of the step, in 8 bits; by default, its pages in `dtype`."""
-    batch = ForwardBatch(
-        tokens=torch.zeros(len(step.plain), dtype=torch.int32),
-        positions=torch.zeros(len(step.plain), dtype=torch.int32),
-        write_slots=torch.from_numpy(step.write_slots),
-        page_table=torch.from_numpy(step.page_table),
-        kv_lens=torch.from_numpy(step.kv_lens),
-        query_starts=torch.from_numpy(step.query_starts),
-        num_decode=step.num_decode,
-    )
-    pages = torch.from_numpy(step.pages[:, None]).to(dtype)
-    key_up, value_up, plain, rotated = (
-        torch.from_numpy(part).to(dtype) for part in (step.key_up, step.value_up, step.plain, step.rotated)
-    )
-    options = AttentionOptions(config.scale, latents=LatentHeads(key_up, value_up, config.expands_from))
-    kv = KVPages(pages, pages) if kv is None else kv
-    found = TritonAttention(chip).prepare(batch)(torch.cat((plain, rotated), -1), kv, options)
-    assert found.dtype == dtype
-    assert found.is_contiguous()
-    return found
+    return attend_step(TritonAttention(chip), step, config, dtype, expands_from=config.expands_from, kv=kv)
 
 
 def check(
@@ -80,12 +53,8 @@ def check(
     chip: Chip = HOPPER,
     **options: Any,
 ) -> None:
-    step = step_of(config, kv_lens, dtype, **options)
-    found = attend(step, config, dtype, chip).double().numpy()
-    errors = np.abs(found - step.expected).max((1, 2))
-    sizes = np.abs(step.expected).max((1, 2))
-    assert not np.isnan(errors).any()
-    assert (errors <= TOLERANCE[dtype] * sizes).all(), f"errors up to {(errors / sizes).max()}"
+    step = torch_step(config, kv_lens, dtype, **options)
+    check_errors(attend(step, config, dtype, chip), step, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
@@ -121,7 +90,7 @@ def test_blocks_of_a_chunk(chip: Chip, heads: int, count: int) -> None:
 
 
 def test_a_chunk_of_many_blocks_has_one_split_of_each() -> None:
-    step = step_of(LATENTS, (SPLIT + 70,), torch.float32, query_lens=(60,))
+    step = torch_step(LATENTS, (SPLIT + 70,), torch.float32, query_lens=(60,))
     assert plan_chunk(step, 67).splits.row_bound == 1  # 4 blocks of 16 tokens with one head each
     assert plan_chunk(step, 4).splits.row_bound > 1
     with patch.object(latent_plan, "_ENOUGH_PROGRAMS", 2):
@@ -148,7 +117,7 @@ def mixed_steps(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
 def test_vectors_in_8_bits(stored: torch.dtype, dtype: torch.dtype, chip: Chip) -> None:
     """As of the numbers that are stored; the rotated keys are 30 times as large as the latent vectors."""
-    step = step_of(LATENTS, (9, 70, SPLIT + 20, 40), dtype, query_lens=(1, 1, 1, 7))
+    step = torch_step(LATENTS, (9, 70, SPLIT + 20, 40), dtype, query_lens=(1, 1, 1, 7))
     latent, width = LATENTS.latent, LATENTS.latent + LATENTS.rotary_dim
     numbers = torch.from_numpy(step.pages).float()
     numbers[..., latent:] *= 30
@@ -177,7 +146,7 @@ def test_any_step(lens: tuple[tuple[int, ...], tuple[int, ...]], page_size: int)
 
 
 def test_a_chunk_does_not_depend_on_the_order_of_programs() -> None:
-    step = step_of(LATENTS, (40, 300, 520), torch.float32, query_lens=(1, 1, 9))
+    step = torch_step(LATENTS, (40, 300, 520), torch.float32, query_lens=(1, 1, 9))
     whole = attend(step, LATENTS)
     with shuffled_programs(5):
         assert torch.equal(attend(step, LATENTS), whole)
@@ -209,7 +178,7 @@ def kernel(step: LatentStep, rows: list[int], chip: Chip = HOPPER) -> torch.Tens
 
 def test_a_row_is_the_same_in_any_batch_and_on_any_chip() -> None:
     lens = (700, 9, 300, 1)
-    step = step_of(LATENTS, lens, torch.float32)
+    step = torch_step(LATENTS, lens, torch.float32)
     whole = kernel(step, [0, 1, 2, 3])
     assert torch.equal(kernel(step, [0, 1, 2, 3], AMPERE), whole)
     with shuffled_programs(3):
@@ -219,11 +188,11 @@ def test_a_row_is_the_same_in_any_batch_and_on_any_chip() -> None:
 
 
 def test_rows_of_padding_are_zero() -> None:
-    step = step_of(LATENTS, (40, 300, 9), torch.float32)
+    step = torch_step(LATENTS, (40, 300, 9), torch.float32)
     found = attend(replace(step, kv_lens=np.array([40, 0, 9], np.int32)), LATENTS)
     assert not found[1].any()
     assert torch.equal(found[[0, 2]], attend(step, LATENTS)[[0, 2]])
-    step = step_of(LATENTS, (40, 30, 9), torch.float32, query_lens=(3, 20, 2))
+    step = torch_step(LATENTS, (40, 30, 9), torch.float32, query_lens=(3, 20, 2))
     found = attend(replace(step, kv_lens=np.array([40, 0, 9], np.int32)), LATENTS)
     assert not found[3:23].any()
     others = [0, 1, 2, 23, 24]
