@@ -33,9 +33,10 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     """A runner on the first `config.tp_size` devices of `config.device`. It chooses sizes before it reads weights, and
     builds programs while it reads them. Raises as `create_runner`."""
     use_compilation_cache(config.cache_address())
-    refuse_with_latents(config, checkpoint.config)
     models = open_models(config, checkpoint)
     backend = JaxBackend.choose(config, models)
+    if backend.platform == "tpu":
+        refuse_with_latents(config, checkpoint.config)
     assembly: Assembly[UnloadedModel] = settle(config, models, backend)
     kv_factor = kv_scale_factor(checkpoint, config.kv_cache_dtype)
     main, draft, spec, mesh = assembly.model, assembly.draft, assembly.spec, backend.mesh
@@ -106,10 +107,10 @@ def _fit_kv_scales(
     dtype: jnp.dtype,
 ) -> None:
     """Sets the scales of an 8-bit cache: the checkpoint's, times `factor`. Without these, float8 has scales of 1, and
-    int8, whose steps are uniform, is calibrated."""
+    int8, whose steps are uniform, is calibrated; latent vectors have a scale for each token."""
     if factor is not None:
         convert_kv_scales(model, factor)
-    if factor is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:
+    if factor is not None or config.kv_cache_dtype is not KVCacheDtype.INT8 or not parallel.config.kv_attention:
         return
     calibrate_kv_scales(model, parallel, mesh, dtype=dtype, page_size=config.page_size)
     logger.info(

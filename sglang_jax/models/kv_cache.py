@@ -121,7 +121,8 @@ def kv_cache_spec(
         shared, own, count = len(layer.attention.cached) == 1, heads or 1, counts[group]
         if layer.caches_heads:
             own, count = own // shards_on_device, count * shards_on_device
-        return page_shape(count * ranks, own, page_size, width, tiled=form.tiled_kv_pages, shared=shared)
+        tiled, in_8_bits = form.tiled_kv_pages, dtype.itemsize == 1
+        return page_shape(count * ranks, own, page_size, width, tiled=tiled, shared=shared, in_8_bits=in_8_bits)
 
     shapes = tuple(pages(layer, group) for group, layer in zip(groups, config.layers, strict=True))
     tiled, dtypes = form.tiled_state_tails, state_dtypes or StateDtypes()

@@ -308,11 +308,11 @@ def refuse_with_states(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def refuse_with_latents(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` for latent vectors in 8 bits, which the JAX backend does not support yet."""
+    """Raises `ConfigError` for latent vectors in 8 bits, which kernels for TPUs do not support yet."""
     if model.keeps_latents and config.kv_cache_dtype is not KVCacheDtype.AUTO:
         raise ConfigError(
             f"kv_cache_dtype {config.kv_cache_dtype.value}: latent attention caches one short vector of a token, which "
-            "is not stored in 8 bits yet on the JAX backend: choose auto"
+            "is not stored in 8 bits yet on TPUs: choose auto"
         )
 
 

@@ -58,10 +58,10 @@ def row(family: Family) -> list[str]:
 
 
 def support_for_8_bits(config: EngineConfig, model: ModelConfig) -> str:
-    """Which backends store keys and values in 8 bits."""
+    """Where keys and values are stored in 8 bits."""
     if answer(refuse_with_states, config, model) == "no":
         return "no"
-    return "Torch" if answer(refuse_with_latents, config, model) == "no" else "yes"
+    return "not on TPUs" if answer(refuse_with_latents, config, model) == "no" else "yes"
 
 
 def answer(refuse: Callable[[EngineConfig, ModelConfig], None], config: EngineConfig, model: ModelConfig) -> str:

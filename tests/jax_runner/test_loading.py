@@ -141,14 +141,6 @@ def test_options_that_cannot_be_met_are_refused_before_weights_are_read(folder: 
         make_runner(options(folder, max_total_tokens=10**10))
 
 
-@pytest.mark.parametrize("stored", ["int8", "fp8_e4m3"])
-def test_latent_vectors_in_8_bits_are_refused(stored: str, tmp_path: Path) -> None:
-    latents = make_tiny_checkpoint(tmp_path, "deepseek_v3")
-    message = f"kv_cache_dtype {stored}: latent attention .* is not stored in 8 bits yet on the JAX backend"
-    with pytest.raises(ConfigError, match=message):
-        make_runner(options(latents, kv_cache_dtype=stored))
-
-
 @dataclass(frozen=True)
 class TpuDevice:
     """The attributes that the choice of attention reads."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 from helpers.attention_steps import softmax_attention
-from helpers.latent_steps import LATENTS, Numbers, make_latent_step
+from helpers.latent_steps import LATENTS, Numbers, expanded_in_float64, make_latent_step
 from helpers.small_configs import small_config
 
 from sglang_jax.architectures.kinds.attention import QKNorm
@@ -21,6 +22,7 @@ from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfi
 from sglang_jax.architectures.kinds.norm import NormConfig, NormKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.jax_runner.attention_kernels import cpu_attention
+from sglang_jax.kernels import kv_storage
 from sglang_jax.kernels.kv_storage import page_shape, to_storage
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, expanded
 from sglang_jax.kernels.ragged_paged_attention.cpu import CpuLatents, LatentForm
@@ -265,6 +267,51 @@ def test_kernels_of_a_cpu(page_size: int, dtype: str, tolerance: float) -> None:
     for kv_lens, query_lens in LATENT_STEPS.values():
         found, expected = latent_outputs(WIDE, kv_lens, query_lens, dtype, page_size, kernels)
         assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
+
+
+def in_8_bits(cached: Numbers, latent: int, storage: str) -> Numbers:
+    """Cached vectors as the definition rounds them, in float64."""
+    integers = storage == "int8"
+    largest, parts = (127 if integers else 448), []
+    for part in np.split(cached.astype(np.float32), [latent], axis=-1):
+        scale = np.abs(part).max(-1, keepdims=True) / np.float32(largest)
+        levels = np.clip(part / np.where(scale == 0, np.float32(1), scale), -largest, largest)
+        levels = np.rint(levels) if integers else levels.astype(ml_dtypes.float8_e4m3fn)
+        parts.append(levels.astype(np.float64) * scale)
+    return np.concatenate(parts, axis=-1)
+
+
+@pytest.mark.parametrize("storage", ["int8", "uint8"])
+@pytest.mark.parametrize("form", LATENT_FORMS)
+def test_latents_in_8_bits(form: str, storage: str) -> None:
+    """As of the numbers that are stored. Rotated keys are 30 times as large as latent vectors, one of which is 0."""
+    config, (kv_lens, query_lens) = LATENT_FORMS[form], LATENT_STEPS["mixed"]
+    step = make_latent_step(config, kv_lens, query_lens)
+    numbers, latent = step.pages.copy(), config.latent
+    numbers[..., latent:] *= 30
+    numbers[step.page_table[2, 0], 3, :latent] = 0
+    exact = in_8_bits(numbers, latent, storage)
+    shape = page_shape(len(numbers), 1, numbers.shape[1], numbers.shape[2], tiled=False, shared=True, in_8_bits=True)
+    pages = jnp.zeros(shape, storage).at[:].set(0x7F)
+    (slots,) = np.nonzero(np.isfinite(numbers.reshape(-1, numbers.shape[2])[:, 0]))
+    rows = numbers.reshape(-1, 1, numbers.shape[2])[slots]
+    pages = kv_storage.write_kv(pages, jnp.asarray(rows, jnp.float32), None, jnp.asarray(slots), value_dim=latent)
+    tokens = jnp.zeros(len(step.plain), jnp.int32)
+    places = (step.page_table, step.kv_lens, step.query_starts)
+    batch = ForwardBatch(
+        tokens, tokens, jnp.asarray(step.write_slots, jnp.int32), *map(jnp.asarray, places), jnp.int32(2)
+    )
+    queries = (jnp.asarray(step.plain, jnp.float32), jnp.asarray(step.rotated / 30, jnp.float32))
+    own = jnp.asarray(rows[np.searchsorted(slots, step.write_slots)], jnp.float32)
+    up = (jnp.asarray(step.key_up, jnp.float32), jnp.asarray(step.value_up, jnp.float32))
+    found, after = _latents(AttentionImplementation.XLA, config, queries, own, up, pages, batch, None)
+    np.testing.assert_array_equal(after, pages)  # the step's own vectors are the same bytes again
+    for row, length in enumerate(kv_lens):
+        mine = slice(step.query_starts[row], step.query_starts[row + 1])
+        cached = exact[step.page_table[row]].reshape(-1, numbers.shape[2])[:length]
+        asked = step.plain[mine], (step.rotated / 30).astype(np.float32).astype(np.float64)[mine]
+        expected = expanded_in_float64(config, *asked, cached, step.key_up, step.value_up)
+        assert np.abs(np.asarray(found)[mine] - expected).max() < 4e-6
 
 
 def test_sizes_without_kernels_of_a_cpu(caplog: pytest.LogCaptureFixture) -> None:

@@ -37,7 +37,7 @@ class TritonStep:
         self._extend_plans: dict[ExtendForm, ExtendPlan] = {}
         self._partials: Partials | None = None
         self._sums: Sums | None = None
-        self._latent_plans: dict[int, list[LatentPlan]] = {}
+        self._latent_plans: dict[tuple[int, int], list[LatentPlan]] = {}
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         latents = options.latents
@@ -57,10 +57,10 @@ class TritonStep:
     ) -> torch.Tensor:
         """Absorbed queries `[T, heads, latent + rotary]` → `[T, heads, latent]`."""
         batch, heads, latent = self._batch, queries.shape[1], latents.value_up.shape[2]
-        if heads not in self._latent_plans:
-            self._latent_plans[heads] = self._plan_latents(len(queries), heads, latent, kv)
+        if (heads, latent) not in self._latent_plans:
+            self._latent_plans[heads, latent] = self._plan_latents(len(queries), heads, latent, kv)
         output = queries.new_empty(len(queries), heads, latent)
-        for plan in self._latent_plans[heads]:
+        for plan in self._latent_plans[heads, latent]:
             latent_attention(queries, kv, batch.page_table, batch.kv_lens, options, plan, output, self._chip)
         return output
 

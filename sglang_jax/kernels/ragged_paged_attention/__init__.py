@@ -133,4 +133,4 @@ def write_kv(
         checked, limit = implementation.checked, current_vmem_limit()
         runs = find_runs(kv_pages, write_slots, checked, limit) if plan is None else plan
         return write_kv_on_tpu(kv_pages, keys, values, runs, options.kv_scales, checked=checked, vmem_limit=limit)
-    return kv_storage.write_kv(kv_pages, keys, values, write_slots, options.kv_scales)
+    return kv_storage.write_kv(kv_pages, keys, values, write_slots, options.kv_scales, options.value_dim)

@@ -35,7 +35,7 @@ def expanded_attention(
     """
     tokens, heads, _ = queries.shape
     (_, key_dim, latent), value_dim, page_size = key_up.shape, value_up.shape[1], kv_pages.shape[3]
-    width = min(_QUERIES_PER_BLOCK, tokens)
+    width, stored = min(_QUERIES_PER_BLOCK, tokens), latent + queries.shape[2] - key_dim
     columns = max(_KEYS_PER_TILE // page_size, 1)
     tile_keys = columns * page_size
     page_table = jnp.pad(batch.page_table, ((0, 0), (0, -batch.page_table.shape[1] % columns)))
@@ -53,7 +53,7 @@ def expanded_attention(
         length, start, end = batch.kv_lens[sequence], starts[sequence], ends[sequence]
         pages = jax.lax.dynamic_slice_in_dim(page_table[sequence], number * columns, columns)
         places = number * tile_keys + jnp.arange(tile_keys)
-        cached = gather_kv(kv_pages, pages, kv_pages.shape[4], None)[0][0]
+        cached = gather_kv(kv_pages, pages, stored, value_dim=latent)[0][0]
         cached = jnp.where((places < length)[:, None], cached, 0.0)
         vectors = cached[:, :latent].astype(up.dtype)
         made = jnp.einsum("kl,hdl->hkd", vectors, up, precision=precision, preferred_element_type=jnp.float32)
