@@ -368,7 +368,8 @@ def check_plan(plan: StepPlan, spec: RunnerSpec, *, states: bool) -> None:
         _refuse_drafts_of_states(plan, spec)
     else:
         _refuse_states(plan)
-    _check_parts(plan, spec)
+    if spec.dp_ranks > 1:
+        _check_parts(plan, spec)
     _check_page_bounds(plan, spec)
 
 
